@@ -1,0 +1,1 @@
+"""From a program and static facts to Triton kernels and their launches."""

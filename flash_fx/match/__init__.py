@@ -1,0 +1,1 @@
+"""From an FX graph to sites: normalize -> find -> lift -> legal. Never imports kernels/ or ops/."""

@@ -1,0 +1,126 @@
+"""The only list of ATen operators the matcher knows, by what they mean to a score.
+
+Three tables: views (the same element elsewhere), generators (a value from the index alone) and pointwise operations
+(a value from the same element of the operands). Everything else is opaque.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..score.expr import Expr, const, op
+
+aten = torch.ops.aten
+
+SOFTMAX = frozenset({aten._softmax.default, aten._safe_softmax.default})
+BMM = aten.bmm.default
+DETACH = aten.detach.default
+
+# Used only for the shape, dtype or device of their argument: no value flows.
+SHAPE_ONLY = frozenset(
+    {
+        "ones_like", "zeros_like", "full_like", "empty_like", "rand_like", "randn_like", "new_ones", "new_zeros", "new_full",
+        "new_empty", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "size", "stride",
+    }
+)  # fmt: skip
+
+VIEWS = frozenset(
+    {
+        "view", "_unsafe_view", "reshape", "_reshape_alias", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze",
+        "slice", "select", "alias", "clone", "contiguous", "detach", "split", "split_with_sizes", "unbind", "chunk",
+        "lift_fresh", "lift_fresh_copy", "repeat", "flip", "view_as", "expand_as",
+    }
+)  # fmt: skip
+
+CASTS = frozenset({"_to_copy", "to"})
+
+_UNARY = (
+    "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid", "erf", "sin", "cos",
+    "abs", "sign", "floor", "ceil", "round", "trunc", "neg", "isnan",
+)  # fmt: skip
+_COMPARE = ("lt", "le", "gt", "ge", "eq", "ne")
+
+
+def name_of(node: Node) -> str:
+    """`add` for aten.add.Tensor; empty for what is no ATen operator."""
+    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
+        return node.target.overloadpacket.__name__
+    return "getitem" if node.target is operator.getitem else ""
+
+
+def kind_of_dtype(dtype: torch.dtype) -> str:
+    if dtype is torch.bool:
+        return "bool"
+    return "float" if dtype.is_floating_point else "int"
+
+
+def _scaled(sign: str) -> Callable[..., Expr]:
+    def build(x: Expr, y: Expr, alpha: Any = 1) -> Expr:
+        return op(sign, x, y if alpha == 1 else op("mul", y, alpha))
+
+    return build
+
+
+def _clamp(x: Expr, low: Expr | None = None, high: Expr | None = None) -> Expr:
+    x = x if low is None else op("maximum", x, low)
+    return x if high is None else op("minimum", x, high)
+
+
+def _div(x: Expr, y: Expr, rounding_mode: str | None = None) -> Expr | None:
+    if rounding_mode is None:
+        return op("div", x, y)
+    return op("floordiv", x, y) if rounding_mode == "floor" else None
+
+
+# name -> (how operands are brought to one kind, builder). Kinds: "result" casts to the node's own kind, "common" to the
+# widest of the operands, "bool" to bool, "float" to float.
+POINTWISE: dict[str, tuple[str, Callable[..., Expr | None]]] = {
+    "add": ("result", _scaled("add")),
+    "sub": ("result", _scaled("sub")),
+    "rsub": ("result", lambda x, y, alpha=1: _scaled("sub")(y, x, alpha)),
+    "mul": ("result", lambda x, y: op("mul", x, y)),
+    "div": ("result", _div),
+    "true_divide": ("result", _div),
+    "floor_divide": ("result", lambda x, y: op("floordiv", x, y)),
+    "remainder": ("result", lambda x, y: op("mod", x, y)),
+    "pow": ("result", lambda x, y: op("pow", x, y)),
+    "reciprocal": ("result", lambda x: op("div", 1.0, x)),
+    "square": ("result", lambda x: op("mul", x, x)),
+    "maximum": ("result", lambda x, y: op("maximum", x, y)),
+    "minimum": ("result", lambda x, y: op("minimum", x, y)),
+    "clamp": ("result", _clamp),
+    "clamp_min": ("result", lambda x, low: op("maximum", x, low)),
+    "clamp_max": ("result", lambda x, high: op("minimum", x, high)),
+    "relu": ("result", lambda x: op("maximum", x, 0)),
+    "logical_and": ("bool", lambda x, y: op("and", x, y)),
+    "logical_or": ("bool", lambda x, y: op("or", x, y)),
+    "logical_xor": ("bool", lambda x, y: op("xor", x, y)),
+    "logical_not": ("bool", lambda x: op("not", x)),
+    "bitwise_and": ("only-bool", lambda x, y: op("and", x, y)),
+    "bitwise_or": ("only-bool", lambda x, y: op("or", x, y)),
+    "bitwise_xor": ("only-bool", lambda x, y: op("xor", x, y)),
+    "bitwise_not": ("only-bool", lambda x: op("not", x)),
+    "__and__": ("only-bool", lambda x, y: op("and", x, y)),
+    "__or__": ("only-bool", lambda x, y: op("or", x, y)),
+    "isinf": ("common", lambda x: op("eq", op("abs", x), const(float("inf")))),
+    **{u: ("result" if u != "isnan" else "common", lambda x, u=u: op(u, x)) for u in _UNARY},
+    **{c: ("common", lambda x, y, c=c: op(c, x, y)) for c in _COMPARE},
+}
+
+GENERATORS = frozenset(
+    {
+        "full", "zeros", "ones", "scalar_tensor", "arange", "eye", "full_like", "zeros_like", "ones_like",
+        "new_full", "new_zeros", "new_ones",
+    }
+)  # fmt: skip
+
+# What may stand between the softmax and the products on either side; used to find candidates, not to judge them.
+TRANSPARENT = (
+    VIEWS | CASTS | frozenset(POINTWISE)
+    | {"where", "masked_fill", "tril", "triu", "getitem", "native_dropout", "nan_to_num", "constant_pad_nd", "cat", "index"}
+)  # fmt: skip

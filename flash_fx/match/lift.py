@@ -1,0 +1,465 @@
+"""From two products and a softmax to a Site: everything between them becomes one Program.
+
+The coordinates are those of the value product: folded batch `$i`, query `$m`, key `$n`, head dim `$d`. When all
+indices are known, `$i` is split into batch and head by the divisor the graph itself uses.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from ..reject import Reason, Reject
+from ..score.expr import Const, Expr, Load, Name, Op, Program, const, name, op, rebuild, substitute, walk, where
+from ..score.simplify import simplify
+from . import aten as table
+from . import index as ix
+from .normalize import Twin
+from .operand import B, H, as_operand
+from .pull import D, I, Index, M, N, Puller, compare, logical, negate, _widens
+from .shapes import Shapes
+from .site import Operand, Site
+
+SCORE, P = name("score"), name("$p")
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class _Product:
+    """Operands of a batched product seen through the coordinates: (node, index of each dimension)."""
+
+    left: tuple[Node, Index]
+    right: tuple[Node, Index]
+
+
+@dataclass
+class _Lifted:
+    """What the walk found, still in product coordinates."""
+
+    puller: Puller
+    score: Expr
+    weight: Expr
+    query: tuple[Node, Index]
+    key: tuple[Node, Index]
+    value: tuple[Node, Index]
+    empty: float | None
+    covered: set[Node] = field(default_factory=set)
+
+
+def lift_site(twin: Twin, anchor: Node, product: Node, position: int, score_product: Node) -> tuple[Site, set[Node]]:
+    """The site, and the twin nodes it stands for. Raises Reject."""
+    shapes = Shapes()
+    for eager_capture in (False, True):
+        lifted = _walk(twin, shapes, anchor, product, position, score_product, eager_capture)
+        site = _build(twin, shapes, anchor, product, position, lifted)
+        blocked = _blocked_gradients(twin, site)
+        if not blocked:
+            return site, lifted.covered
+    raise Reject(Reason.CAPTURE_GRADIENT, blocked[0])
+
+
+# *** the walk ***
+
+
+def _walk(
+    twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: int, score_product: Node, eager_capture: bool
+) -> _Lifted:
+    weights, values = product.args[position], product.args[1 - position]
+    w_shape, v_shape = shapes.of(weights), shapes.of(values)  # type: ignore[arg-type]
+    m, n = (w_shape[1], w_shape[2]) if position == 0 else (w_shape[2], w_shape[1])
+    d = shapes.of(_operands(score_product)[0])[2]
+    sizes = {I: w_shape[0], M: m, N: n, D: d}
+    indexer = ix.Indexer(sizes, shapes.hints)
+    puller = Puller(twin, shapes, indexer, eager_capture)
+    found: dict[str, Index] = {}
+
+    def at_softmax(index: Index) -> Expr:
+        _check_axis(shapes, anchor, index, n)
+        if found.setdefault("softmax", index) != index:
+            raise Reject(Reason.WEIGHT, anchor, "the weights are read at two places")
+        return P
+
+    puller.ends = {anchor: at_softmax}
+    puller.cone = _between(anchor, product)
+    w_index = (I, M, N) if position == 0 else (I, N, M)
+    weight = puller.pull(weights, _at_ones(w_index, w_shape))  # type: ignore[arg-type]
+    if "softmax" not in found:
+        raise Reject(Reason.WEIGHT, product)
+    covered = puller.visited | {anchor}
+
+    pair: dict[str, _Product] = {}
+
+    def at_scores(index: Index) -> Expr:
+        got = _score_operands(shapes, score_product, index, m, n)
+        if pair.setdefault("qk", got) != got:
+            raise Reject(Reason.SCORE, score_product, "the scores are read at two places")
+        return SCORE
+
+    puller.visited = set()
+    puller.ends = {score_product: at_scores}
+    puller.cone = _between(score_product, anchor)
+    score = puller.pull(anchor.args[0], found["softmax"])  # type: ignore[arg-type]
+    if "qk" not in pair:
+        raise Reject(Reason.SCORE, anchor)
+    v_index = (I, N, D) if position == 0 else (I, D, N)
+    del v_shape
+    empty = 0.0 if anchor.target is torch.ops.aten._safe_softmax.default else None
+    covered |= puller.visited | {score_product}
+    return _Lifted(puller, score, weight, pair["qk"].left, pair["qk"].right, (values, v_index), empty, covered)  # type: ignore[arg-type]
+
+
+def _operands(product: Node) -> tuple[Node, Node]:
+    return product.args[0], product.args[1]  # type: ignore[return-value]
+
+
+def _at_ones(index: Index, shape: tuple[Expr, ...]) -> Index:
+    return tuple(ix.ZERO if s is ix.ONE else i for i, s in zip(index, shape, strict=True))
+
+
+def _between(start: Node, end: Node) -> set[Node]:
+    """Nodes that depend on `start` and that `end` depends on, both excluded."""
+    below: set[Node] = set()
+    stack = list(start.users)
+    while stack:
+        node = stack.pop()
+        if node not in below and node is not end and not _shape_only(node):
+            below.add(node)
+            stack.extend(node.users)
+    above: set[Node] = set()
+    stack = list(end.all_input_nodes)
+    while stack:
+        node = stack.pop()
+        if node in below and node not in above:
+            above.add(node)
+            stack.extend(node.all_input_nodes)
+    return above
+
+
+def _shape_only(node: Node) -> bool:
+    return table.name_of(node) in table.SHAPE_ONLY
+
+
+def _check_axis(shapes: Shapes, anchor: Node, index: Index, n: Expr) -> None:
+    axis = int(anchor.args[1]) % max(len(index), 1)  # type: ignore[arg-type]
+    shape = shapes.of(anchor)
+    at = index[axis]
+    runs_over_keys = (at is N or (n is ix.ONE and at is ix.ZERO)) and ix.same(shape[axis], n)
+    others = [i for p, i in enumerate(index) if p != axis]
+    if not runs_over_keys or any(x is N for i in others for x in walk(i)):
+        raise Reject(Reason.AXIS, anchor, f"dim {anchor.args[1]} of {tuple(anchor.meta['val'].shape)}")
+
+
+def _score_operands(shapes: Shapes, product: Node, index: Index, m: Expr, n: Expr) -> _Product:
+    left, right = _operands(product)
+    folded, first, second = index
+    is_m = [i is M or (m is ix.ONE and i is ix.ZERO) for i in (first, second)]
+    is_n = [i is N or (n is ix.ONE and i is ix.ZERO) for i in (first, second)]
+    if any(x in (M, N) for x in walk(folded)):
+        raise Reject(Reason.SCORE, product, "the product mixes queries or keys with the batch")
+    if is_m[0] and is_n[1]:
+        return _Product((left, (folded, M, D)), (right, (folded, D, N)))
+    if is_n[0] and is_m[1]:
+        return _Product((right, (folded, D, M)), (left, (folded, N, D)))
+    raise Reject(Reason.SCORE, product, "the product is not indexed by one query and one key")
+
+
+# *** from coordinates to batch and head ***
+
+
+def _build(twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: int, lifted: _Lifted) -> Site:
+    puller = lifted.puller
+    sizes = puller.indexer.sizes
+    score, keep, empty = _split_fills(lifted.score, lifted.empty)
+    weight, drop = _split_weight(lifted.weight, anchor)
+    exprs = [e for e in (score, keep, weight) if e is not None]
+    indices = [i for _, index in (lifted.query, lifted.key, lifted.value) for i in index]
+    heads = _heads([*exprs, *indices], sizes[I], shapes)
+    batch = puller.indexer.floordiv(sizes[I], heads)
+    indexer = ix.Indexer({B: batch, H: heads, M: sizes[M], N: sizes[N], D: sizes[D]}, shapes.hints)
+    split = {I: ix.add(ix.mul(B, heads), H)}
+
+    def canonical(e: Expr | None) -> Expr | None:
+        return None if e is None else simplify(_rename(_reindex(substitute(e, split), indexer), naming))
+
+    naming = _Naming(sizes[M], sizes[N])
+    letters = {"b": batch, "h": heads}
+    query, hq, q_dtype = _operand(puller, lifted.query, {**letters, "l": sizes[M], "d": sizes[D]}, M, split, indexer, "query")
+    key, hk, k_dtype = _operand(puller, lifted.key, {**letters, "l": sizes[N], "d": sizes[D]}, N, split, indexer, "key")
+    dv = shapes.of(lifted.value[0])[2 if position == 0 else 1]
+    value, hv, v_dtype = _operand(puller, lifted.value, {**letters, "l": sizes[N], "d": dv}, N, split, indexer, "value")
+    query = _with_heads(query, hq, heads)
+    kv_heads = hk if ix.same(hk, hv) else heads
+    if kv_heads is heads:
+        key, value = _with_heads(key, hk, heads), _with_heads(value, hv, heads)
+    program = Program(canonical(score) or SCORE, canonical(keep), None, canonical(weight), drop, empty)
+    program, captures = _renumber(program, puller.captures)
+    dtype = _common_dtype([q_dtype, k_dtype, v_dtype], product)
+    dims = {"B": batch, "H": heads, "HK": kv_heads, "M": sizes[M], "N": sizes[N], "D": sizes[D], "DV": dv}
+    _check_head_dims(dims, product)
+    _check_devices([query.node, key.node, value.node, *captures], product)
+    labels = ("bh", "m", "d") if position == 0 else ("bh", "d", "m")
+    return Site(
+        anchor, product, query, key, value, captures, naming.sizes(), program, dims, dict(shapes.symbols), dtype, labels
+    )
+
+
+def _heads(exprs: list[Expr], folded: Expr, shapes: Shapes) -> Expr:
+    """The smallest divisor by which the graph splits the folded batch axis; 1 if it never does."""
+    found = {
+        n.args[1]
+        for e in exprs
+        for n in walk(e)
+        if isinstance(n, Op) and n.head in ("floordiv", "mod") and n.args[0] is I
+    }
+    indexer = ix.Indexer({}, shapes.hints)
+    for divisor in sorted(found, key=lambda e: (indexer.hint(e), repr(e))):
+        parts = indexer._split(folded, divisor)
+        if parts is not None and parts[1] is ix.ZERO:
+            return divisor
+    return ix.ONE
+
+
+def _is_integer(e: Expr) -> bool:
+    return all(
+        (isinstance(n, Name) and n is not SCORE and n is not P and not n.head.startswith("$drop"))
+        or (isinstance(n, Const) and type(n.head) is int)
+        or (isinstance(n, Op) and n.head in ("add", "sub", "mul", "floordiv", "mod", "neg"))
+        for n in walk(e)
+    )
+
+
+def _reindex(e: Expr, indexer: ix.Indexer) -> Expr:
+    """Bring all index arithmetic of an expression to normal form."""
+    done: dict[Expr, Expr] = {}
+
+    def visit(node: Expr) -> Expr:
+        if node not in done:
+            if node.args and _is_integer(node):
+                done[node] = indexer.renormalise(node)
+            else:
+                args = tuple(visit(a) for a in node.args)
+                comparison = isinstance(node, Op) and node.head in ("lt", "le", "gt", "ge", "eq", "ne")
+                both = comparison and all(_is_integer(a) for a in args)
+                done[node] = compare(node.head, *args) if both else rebuild(node, args)
+        return done[node]
+
+    return visit(e)
+
+
+class _Naming:
+    """Run-time sizes get their public names: q_len, kv_len, s0, s1, ..."""
+
+    def __init__(self, m: Expr, n: Expr) -> None:
+        self.table: dict[Expr, Expr] = {B: name("b"), H: name("h"), M: name("q_idx"), N: name("kv_idx")}
+        self.order: list[Expr] = []
+        for size, public in ((n, "kv_len"), (m, "q_len")):
+            if isinstance(size, Name):
+                self.table[size] = name(public)
+
+    def __call__(self, symbol: Expr) -> Expr:
+        if symbol not in self.table:
+            self.table[symbol] = name(f"s{len(self.order)}")
+            self.order.append(symbol)
+        return self.table[symbol]
+
+    def sizes(self) -> tuple[Expr, ...]:
+        return tuple(self.order)
+
+
+def _rename(e: Expr, naming: _Naming) -> Expr:
+    symbols = [n for n in walk(e) if isinstance(n, Name) and n.head.startswith("$")]
+    return substitute(e, {s: naming(s) for s in symbols})
+
+
+def _renumber(program: Program, captures: list[Node]) -> tuple[Program, tuple[Node, ...]]:
+    """Captures in order of first use; unused ones are dropped."""
+    order: list[int] = []
+    for _, e in program.parts():
+        order += [n.head for n in walk(e) if isinstance(n, Load) and n.head not in order]
+    position = {old: new for new, old in enumerate(dict.fromkeys(order))}
+
+    def renamed(e: Expr | None) -> Expr | None:
+        if e is None:
+            return None
+        done: dict[int, Expr] = {}
+        for n in walk(e):
+            args = tuple(done[id(a)] for a in n.args)
+            done[id(n)] = Load(position[n.head], args) if isinstance(n, Load) else rebuild(n, args)
+        return done[id(e)]
+
+    fields = {f: renamed(getattr(program, f)) for f in ("score", "keep", "sink", "weight")}
+    return Program(**fields, drop=program.drop, empty=program.empty), tuple(captures[i] for i in position)  # type: ignore[arg-type]
+
+
+# *** fills, factors ***
+
+
+def _split_fills(score: Expr, empty: float | None) -> tuple[Expr, Expr | None, float | None]:
+    """Where the score is -inf for certain becomes `keep`."""
+    rest, keep = _fills(score)
+    return rest, keep, empty
+
+
+def _fills(e: Expr) -> tuple[Expr, Expr | None]:
+    if not isinstance(e, Op):
+        return e, None
+    if e.head == "where":
+        condition, x, y = e.args
+        if _is_neg_inf(y):
+            inner, keep = _fills(x)
+            return inner, _and(keep, condition)
+        if _is_neg_inf(x):
+            inner, keep = _fills(y)
+            return inner, _and(keep, negate(condition))
+    if e.head in ("add", "sub"):
+        (x, kx), (y, ky) = _fills(e.args[0]), _fills(e.args[1]) if e.head == "add" else (e.args[1], None)
+        return _sum(e.head, x, y), _and(kx, ky)
+    if e.head in ("mul", "div") and isinstance(e.args[1], Const) and e.args[1].head > 0 and math.isfinite(e.args[1].head):
+        x, keep = _fills(e.args[0])
+        return op(e.head, x, e.args[1]), keep
+    if e.head == "float":
+        x, keep = _fills(e.args[0])
+        return op("float", x), keep
+    return e, None
+
+
+def _sum(operation: str, x: Expr, y: Expr) -> Expr:
+    if isinstance(y, Const) and y.head == 0:
+        return x
+    if isinstance(x, Const) and x.head == 0 and operation == "add":
+        return y
+    return op(operation, x, y)
+
+
+def _is_neg_inf(e: Expr) -> bool:
+    return isinstance(e, Const) and e.head == -math.inf
+
+
+def _and(x: Expr | None, y: Expr | None) -> Expr | None:
+    if x is None or y is None:
+        return y if x is None else x
+    return logical("logical_and", [x, y])
+
+
+def _split_weight(e: Expr, anchor: Node) -> tuple[Expr | None, float | None]:
+    """`weight` and `drop` of an expression linear in the softmax weight."""
+    factor: Expr | None = None
+    drop: float | None = None
+    while e is not P:
+        inner, f = _factor(e)
+        if inner is None:
+            raise Reject(Reason.WEIGHT, anchor, repr(e).replace("$", ""))
+        if isinstance(f, Name) and f.head.startswith("$drop:"):
+            if drop is not None:
+                raise Reject(Reason.DROPOUT, anchor, "two dropouts on the weights")
+            drop = float(f.head.split(":")[1])
+        elif f is not None:
+            factor = f if factor is None else op("mul", factor, f)
+        e = inner
+    return factor, drop
+
+
+def _factor(e: Expr) -> tuple[Expr | None, Expr | None]:
+    """(expression that still holds the weight, factor taken off)."""
+    if not isinstance(e, Op):
+        return None, None
+    holds = [any(n is P for n in walk(a)) for a in e.args]
+    if e.head == "mul" and holds.count(True) == 1:
+        return e.args[holds.index(True)], e.args[holds.index(False)]
+    if e.head == "div" and holds == [True, False]:
+        return e.args[0], op("div", 1.0, e.args[1])
+    if e.head == "float":
+        return e.args[0], None
+    if e.head == "neg":
+        return e.args[0], const(-1.0)
+    if e.head == "where" and holds.count(True) == 1 and not holds[0]:
+        at = holds.index(True)
+        other = e.args[3 - at]
+        if isinstance(other, Const) and other.head == 0:
+            return e.args[at], where(e.args[0], *((1.0, 0.0) if at == 1 else (0.0, 1.0)))
+    return None, None
+
+
+# *** operands ***
+
+
+def _operand(
+    puller: Puller, start: tuple[Node, Index], sizes: dict[str, Expr], length: Expr, split: dict, indexer: ix.Indexer, what: str
+) -> tuple[Operand, Expr, torch.dtype]:
+    """The operand nearest to its source that views alone can bring into shape."""
+    best: tuple[Operand, Expr, torch.dtype] | None = None
+    letters = {B: "b", H: "h", length: "l", D: "d"}
+    indexer.sizes[D] = sizes["d"]
+    node, index = start
+    index = _at_ones(index, puller.shapes.of(node))
+    while True:
+        positions = [indexer.renormalise(substitute(i, split)) for i in index]
+        shape = list(puller.shapes.of(node))
+        found = as_operand(node, *_without_ones(shape, positions, sizes), letters, sizes)
+        if found is not None:
+            best = (*found, node.meta["val"].dtype)
+        step = puller.view(node, index)
+        if step is None and table.name_of(node) in table.CASTS and _widens(node):
+            step = (node.args[0], index)  # type: ignore[assignment]
+        if step is None or node in puller.twin.stops:
+            break
+        node, index = step
+    if best is None:
+        raise Reject(Reason.OPERAND, start[0], what)
+    return best
+
+
+def _without_ones(shape: list[Expr], positions: list[Expr], sizes: dict[str, Expr]) -> tuple[list[Expr], list[Expr]]:
+    """Dimensions of size 1 are selected at 0; letters of size 1 come back by unsqueeze."""
+    fixed = [ix.ZERO if s is ix.ONE else p for s, p in zip(shape, positions, strict=True)]
+    return shape, fixed
+
+
+def _with_heads(operand: Operand, has: Expr, wanted: Expr) -> Operand:
+    if ix.same(has, wanted):
+        return operand
+    if has is ix.ONE:
+        expand = (torch.ops.aten.expand.default, ((const(-1), wanted, const(-1), const(-1)),))
+        return Operand(operand.node, (*operand.steps, expand))
+    raise Reject(Reason.OPERAND, operand.node, "heads in groups of different sizes")
+
+
+# *** checks ***
+
+
+def _common_dtype(dtypes: list[torch.dtype], node: Node) -> torch.dtype:
+    dtype = dtypes[0]
+    for d in dtypes[1:]:
+        dtype = torch.promote_types(dtype, d)
+    if dtype not in DTYPES:
+        raise Reject(Reason.DTYPE, node, str(dtype).removeprefix("torch."))
+    return dtype
+
+
+def _check_head_dims(dims: dict[str, Expr], node: Node) -> None:
+    for d in (dims["D"], dims["DV"]):
+        if not isinstance(d, Const) or not 1 <= d.head <= MAX_HEAD_DIM:
+            raise Reject(Reason.HEAD_DIM, node, repr(d).replace("$", ""))
+
+
+def _check_devices(nodes: list[Node], node: Node) -> None:
+    devices = {n.meta["val"].device for n in nodes if n.meta["val"].dim() > 0 or n.meta["val"].device.type != "cpu"}
+    if len(devices) > 1:
+        raise Reject(Reason.DEVICE, node, ", ".join(sorted(map(str, devices))))
+
+
+def _blocked_gradients(twin: Twin, site: Site) -> list[Node]:
+    """Captures that need a gradient but are read at an index that is not one position per axis."""
+    simple = {name(n) for n in ("b", "h", "q_idx", "kv_idx")}
+    blocked = []
+    for _, e in site.program.parts():
+        for n in walk(e):
+            if isinstance(n, Load) and site.captures[n.head] in twin.requires_grad:
+                positions = [i for i in n.args if not isinstance(i, Const)]
+                if len(set(positions)) != len(positions) or any(i not in simple for i in positions):
+                    blocked.append(site.captures[n.head])
+    return blocked

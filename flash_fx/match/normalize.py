@@ -1,0 +1,251 @@
+"""The functional ATen twin: a normalised copy of a user's graph, for reading only.
+
+Dynamo hands over the user's own spelling: torch functions, methods, in-place ops. `make_twin` runs that graph on its
+fake tensors and records plain functional ATen: every `matmul`, `bmm`, `baddbmm` or `einsum` becomes
+expand/view/bmm, in-place writes become new values, autocast becomes explicit casts. Beside the graph comes a history:
+which twin node holds the value of which user node, and from which moment on (in-place writes change it).
+
+Heavy ops that no attention contains (linear, convolution, normalisation, losses) and whatever cannot be traced
+(higher-order ops, opaque custom ops) are leaves: fresh values with the recorded shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch.fx import GraphModule, Interpreter, Node
+
+from .. import compat
+
+_LEAVES = frozenset({
+    F.linear, F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.embedding, F.gelu, F.silu, F.relu, F.cross_entropy,
+    F.conv1d, F.conv2d, F.conv3d, F.conv_transpose2d, F.interpolate, F.mse_loss,
+    torch.conv1d, torch.conv2d, torch.conv3d, torch.layer_norm, torch.addmm,
+    torch._C._nn.linear, torch._C._nn.gelu, torch.ops.aten.linear.default, torch.ops.aten.layer_norm.default,
+    torch.ops.aten.embedding.default, torch.ops.aten.conv2d.default, torch.ops.aten.gelu.default,
+})  # fmt: skip
+
+
+def leaf_value(*_: Any) -> None:
+    """Stands in the twin for the result of a node that is not looked into. Never executed."""
+    raise AssertionError("a twin graph is for reading only")
+
+
+@dataclass
+class Twin:
+    """`graph` is functional ATen. `history[user_node]` lists (moment, twin node): the value from that moment on.
+
+    Moments count the user's nodes in order. `roots` are the values that somebody outside the twin reads: outputs, inputs
+    of leaves, what in-place writes leave in the inputs. `stops` are twin nodes at which eager stops the gradient.
+    """
+
+    graph: torch.fx.Graph
+    history: dict[Node, list[tuple[int, Node]]]
+    order: dict[Node, int]
+    roots: set[Node] = field(default_factory=set)
+    requires_grad: set[Node] = field(default_factory=set)
+    stops: set[Node] = field(default_factory=set)
+
+    def value_at(self, user: Node, moment: int) -> Node | None:
+        """The twin node that holds the value of `user` just before the node at `moment` runs."""
+        found = None
+        for when, node in self.history.get(user, ()):
+            if when < moment:
+                found = node
+        return found
+
+    def live_at(self, moment: int) -> dict[Node, Node]:
+        """twin node -> user node, of all values that can be read just before `moment`."""
+        table: dict[Node, Node] = {}
+        for user in self.history:
+            if self.order[user] < moment and (node := self.value_at(user, moment)) is not None:
+                table.setdefault(node, user)
+        return table
+
+    def defined(self) -> dict[Node, Node]:
+        """twin node -> the first user node that holds it when it is made."""
+        table: dict[Node, Node] = {}
+        for user, entries in self.history.items():
+            table.setdefault(entries[0][1], user)
+        return table
+
+
+def example_value(node: Node) -> Any:
+    """The fake value Dynamo or export recorded for a node."""
+    return node.meta["example_value"] if "example_value" in node.meta else node.meta.get("val")
+
+
+def make_twin(gm: GraphModule) -> Twin:
+    """The twin of a graph whose nodes carry fake `example_value`s (Dynamo) or `val`s (export)."""
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    fakes = [example_value(n) for n in placeholders]
+    mode = compat.fake_mode_of([leaf for n in gm.graph.nodes for leaf in pytree.tree_leaves(example_value(n))])
+    if mode is None:
+        raise ValueError("the graph carries no fake tensors: pass example inputs, or a graph captured by Dynamo or export")
+    recorder = _Recorder(gm, mode)
+
+    def run(*args: Any) -> Any:
+        with compat.FunctionalTensorMode():
+            result = recorder.run(*pytree.tree_map_only(torch.Tensor, compat.FunctionalTensor.to_functional, args))
+            return [compat.plain_tensor(r) for r in pytree.tree_leaves(result) if isinstance(r, torch.Tensor)]
+
+    with mode, torch.no_grad(), compat.enable_python_dispatcher():
+        traced = compat.make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*map(_fresh, fakes))
+    graph = traced.graph
+    kept = set(graph.nodes)
+    history = {u: [(t, n) for t, n in entries if n in kept] for u, entries in recorder.history.items()}
+    twin = Twin(graph, {u: e for u, e in history.items() if e}, {n: i for i, n in enumerate(gm.graph.nodes)})
+    twin.roots = _roots(twin, recorder)
+    _mark_gradients(twin)
+    return twin
+
+
+def _roots(twin: Twin, recorder: _Recorder) -> set[Node]:
+    roots = set(twin.graph.output_node().all_input_nodes)
+    for user, entries in twin.history.items():
+        if user.op in ("placeholder", "get_attr"):
+            roots.add(entries[-1][1])
+    for leaf in recorder.leaves:
+        for source in leaf.all_input_nodes:
+            if (node := twin.value_at(source, twin.order[leaf])) is not None:
+                roots.add(node)
+    return roots
+
+
+def _fresh(value: Any) -> Any:
+    """The trace must not attach itself to Dynamo's own fake tensors."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+class _Recorder(Interpreter):
+    """Runs the user's graph inside the trace and notes which twin node holds each value."""
+
+    def __init__(self, gm: GraphModule, mode: Any) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.mode, self.moment = mode, 0
+        self.history: dict[Node, list[tuple[int, Node]]] = {}
+        self.functional: dict[Node, Any] = {}
+        self.leaves: list[Node] = []
+
+    def run_node(self, n: Node) -> Any:
+        result = self._leaf(n) if _is_leaf(n) else self._traced(n)
+        if isinstance(result, compat.FunctionalTensor):
+            self.functional[n] = result
+            self._note(n, result)
+        if _may_mutate(n):
+            for user, value in self.functional.items():
+                self._note(user, value)
+        self.moment += 1
+        return result
+
+    def _note(self, user: Node, value: Any) -> None:
+        node = compat.traced_node(value)
+        entries = self.history.setdefault(user, [])
+        if node is not None and (not entries or entries[-1][1] is not node):
+            entries.append((self.moment, node))
+
+    def _traced(self, n: Node) -> Any:
+        if isinstance(example_value(n), torch.SymFloat):
+            return float(example_value(n))  # a program holds numbers: Dynamo guards on this one
+        if n.op in ("placeholder", "output") or _steers_state(n):
+            return super().run_node(n)
+        try:
+            return super().run_node(n)
+        except Exception:
+            if _may_mutate(n):
+                raise  # its effect on other values would be lost
+            return self._leaf(n)
+
+    def _leaf(self, n: Node) -> Any:
+        self.leaves.append(n)
+        return pytree.tree_map(lambda v: self._leaf_tensor(n, v), example_value(n))
+
+    def _leaf_tensor(self, n: Node, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        mode = compat.get_innermost_proxy_mode()
+        assert mode is not None
+        with compat.disable_functional_mode():
+            proxy = mode.tracer.create_proxy("call_function", leaf_value, (n.name,), {}, name=n.name)
+            with compat.disable_proxy_modes_tracing():
+                if not isinstance(value, compat.FakeTensor):
+                    value = self.mode.from_tensor(value)
+                fake = _fresh(value)
+            compat.track_tensor_tree(fake, proxy, constant=None, tracer=mode.tracer)
+            proxy.node.meta["val"] = fake
+        return compat.FunctionalTensor.to_functional(fake)
+
+
+def _is_leaf(n: Node) -> bool:
+    if n.op == "get_attr":
+        return isinstance(example_value(n), torch.Tensor)
+    if n.op == "call_module":
+        return True
+    if n.op != "call_function":
+        return False
+    return n.target in _LEAVES or isinstance(n.target, torch._ops.HigherOrderOperator)
+
+
+def _steers_state(n: Node) -> bool:
+    """Autocast and grad-mode switches: executed for their effect."""
+    return n.op == "call_function" and getattr(n.target, "__name__", "") in (
+        "_enter_autocast", "_exit_autocast", "_set_grad_enabled",
+    )  # fmt: skip
+
+
+def _may_mutate(n: Node) -> bool:
+    if "out" in n.kwargs:
+        return True
+    if n.op == "call_method":
+        return str(n.target).endswith("_") and not str(n.target).endswith("__") or n.target == "__setitem__"
+    if n.op != "call_function":
+        return False
+    if isinstance(n.target, torch._ops.OpOverload):
+        return n.target._schema.is_mutable
+    name = getattr(n.target, "__name__", "")
+    inplace = n.kwargs.get("inplace") is True or (n.target in (F.dropout, F.relu) and True in n.args[2:])
+    return inplace or name in ("setitem", "copy_") or (name.endswith("_") and not name.endswith("__")) or (
+        name.startswith("i") and n.target in _INPLACE_OPERATORS
+    )
+
+
+_INPLACE_OPERATORS: frozenset[Callable] = frozenset(
+    getattr(__import__("operator"), n)
+    for n in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "imatmul")
+)
+
+
+# *** gradients ***
+
+
+def _mark_gradients(twin: Twin) -> None:
+    """Fill `requires_grad` and `stops` from what Dynamo recorded on the user's nodes."""
+    recorded: dict[Node, bool] = {}
+    for user, entries in twin.history.items():
+        value = example_value(user)
+        if isinstance(value, torch.Tensor):
+            node = entries[0][1]
+            recorded[node] = recorded.get(node, False) or value.requires_grad
+    for node in twin.graph.nodes:
+        flows = any(a in twin.requires_grad for a in node.all_input_nodes) and _is_float(node)
+        if node.target is torch.ops.aten.detach.default and flows:
+            twin.stops.add(node)
+            flows = False
+        if node in recorded and recorded[node] != flows:
+            if flows:
+                twin.stops.add(node)
+            flows = recorded[node]
+        if flows:
+            twin.requires_grad.add(node)
+
+
+def _is_float(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()

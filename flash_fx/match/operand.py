@@ -1,0 +1,114 @@
+"""Query, key and value as views: from a twin node and the index of each of its dimensions to `[B, H, L, D]`.
+
+An index is legal if it is a position of one axis (`h`), of a group of heads (`h // 4`), of two folded axes
+(`b * 8 + h`), shifted (`m + 3`) or fixed. Then `select`, `slice`, `view`, `permute`, `expand` reach it without a copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..score.expr import Const, Expr, Op, name
+from . import index as ix
+from .site import Operand
+
+aten = torch.ops.aten
+B, H = name("$b"), name("$h")
+
+
+@dataclass
+class _Axis:
+    """One dimension of the source: which letters it holds, with their sizes."""
+
+    letters: list[str]
+    sizes: list[Expr]
+
+
+def as_operand(
+    node: torch.fx.Node, shape: list[Expr], index: list[Expr], letters: dict[Expr, str], sizes: dict[str, Expr]
+) -> tuple[Operand, Expr] | None:
+    """The operand and its number of heads, or None where views cannot reach it.
+
+    `letters` maps coordinates to "b", "h", "l", "d"; `sizes` gives each letter's size.
+    """
+    steps: list = []
+    axes: list[_Axis] = []
+    for size, i in zip(shape, index, strict=True):
+        axis = _axis(len(axes), size, i, letters, sizes, steps)
+        if axis is None:
+            return None
+        axes.extend(axis)
+    order = [letter for a in axes for letter in a.letters]
+    if len(set(order)) != len(order):
+        return None
+    heads = next((s for a in axes for letter, s in zip(a.letters, a.sizes, strict=True) if letter == "h"), ix.ONE)
+    if any(len(a.letters) > 1 for a in axes):
+        steps.append((aten.view.default, (tuple(s for a in axes for s in a.sizes),)))
+    _arrange(order, sizes, steps)
+    return Operand(node, tuple(steps)), heads
+
+
+def _axis(at: int, size: Expr, i: Expr, letters: dict, sizes: dict, steps: list) -> list[_Axis] | None:
+    """The axes this dimension becomes (none where it is selected away)."""
+    if isinstance(i, Const):
+        steps.append((aten.select.int, (at, i)))
+        return []
+    if i in letters:
+        letter = letters[i]
+        return [_Axis([letter], [size])] if ix.same(size, sizes[letter]) else _shifted(at, size, i, letters, sizes, steps)
+    if _is_group(i, size, sizes):
+        return [_Axis(["h"], [size])]
+    folded = _folded(size, i, sizes)
+    return folded if folded is not None else _shifted(at, size, i, letters, sizes, steps)
+
+
+def _is_group(i: Expr, size: Expr, sizes: dict) -> bool:
+    """`h // G` with G * size == H."""
+    return isinstance(i, Op) and i.head == "floordiv" and i.args[0] is H and ix.same(ix.mul(i.args[1], size), sizes["h"])
+
+
+def _folded(size: Expr, i: Expr, sizes: dict) -> list[_Axis] | None:
+    """`b * Hk + (h or h // G)` over a dimension of size B * Hk."""
+    for term, heads in _head_terms(i, sizes):
+        if ix.same(ix.sub(i, term), ix.mul(B, heads)) and ix.same(size, ix.mul(sizes["b"], heads)):
+            return [_Axis(["b", "h"], [sizes["b"], heads])]
+    return None
+
+
+def _head_terms(i: Expr, sizes: dict) -> list[tuple[Expr, Expr]]:
+    terms = [(H, sizes["h"])]
+    for atoms in ix.to_poly(i):
+        for a in atoms:
+            if isinstance(a, Op) and a.head == "floordiv" and a.args[0] is H:
+                quotient = ix.Indexer({}, {})._split(sizes["h"], a.args[1])
+                if quotient is not None and quotient[1] is ix.ZERO:
+                    terms.append((a, quotient[0]))
+    return terms
+
+
+def _shifted(at: int, size: Expr, i: Expr, letters: dict, sizes: dict, steps: list) -> list[_Axis] | None:
+    """`m + start`: a slice."""
+    for coordinate, letter in letters.items():
+        start = ix.sub(i, coordinate)
+        if all(a not in letters and "$i" not in repr(a) for atoms in ix.to_poly(start) for a in atoms):
+            stop = ix.add(start, sizes[letter])
+            steps.append((aten.slice.Tensor, (at, start, stop)))
+            return [_Axis([letter], [sizes[letter]])]
+    return None
+
+
+def _arrange(order: list[str], sizes: dict[str, Expr], steps: list) -> None:
+    """Permute to b, h, l, d; missing axes are inserted, a missing batch expanded."""
+    present = [letter for letter in "bhld" if letter in order]
+    permutation = tuple(order.index(letter) for letter in present)
+    if permutation != tuple(range(len(order))):
+        steps.append((aten.permute.default, (permutation,)))
+    for position, letter in enumerate("bhld"):
+        if letter not in order:
+            steps.append((aten.unsqueeze.default, (position,)))
+    missing = {letter for letter in "bld" if letter not in order and sizes[letter] is not ix.ONE}
+    if missing:
+        shape = tuple(sizes[letter] if letter in missing else ix.const(-1) for letter in "bhld")
+        steps.append((aten.expand.default, (shape,)))

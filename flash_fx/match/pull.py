@@ -1,0 +1,534 @@
+"""Lifting: the value of a twin node at an index, as a score expression.
+
+`Puller.pull(node, index)` walks from a node to its operands. A view changes the index, a pointwise operation becomes
+an operation of the score language, a generator (`arange`, `tril`, `full`) becomes arithmetic on the index. What
+remains is a load of a captured tensor.
+
+*What is captured.* A tensor that spans both the query and the key axis is inlined as far as possible, so that masks
+and biases made from small tensors are never materialised; anything smaller is captured as it is, as close to its
+source as views reach. Nodes of the `cone` (those that depend on the anchor) must be inlined.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..reject import Reason, Reject
+from ..score.expr import FALSE, TRUE, Const, Expr, Load, Op, const, load, name, op, walk, where
+from . import aten as table
+from . import index as ix
+from .normalize import Twin, leaf_value
+from .shapes import Shapes
+
+I, M, N, D = (name(n) for n in ("$i", "$m", "$n", "$d"))  # noqa: E741  product coordinates: folded batch, query, key, head_dim
+Index = tuple[Expr, ...]
+
+
+class Puller:
+    """`heads` maps the nodes at which a walk ends (softmax, score product) to a function of the index."""
+
+    def __init__(self, twin: Twin, shapes: Shapes, indexer: ix.Indexer, eager_capture: bool = False) -> None:
+        self.twin, self.shapes, self.indexer = twin, shapes, indexer
+        self.eager_capture = eager_capture  # capture whatever needs a gradient whole, instead of inlining it
+        self.cone: set[Node] = set()
+        self.ends: dict[Node, Callable[[Index], Expr]] = {}
+        self.captures: list[Node] = []
+        self.visited: set[Node] = set()  # cone nodes the expression stands for
+        self._memo: dict[tuple[Node, Index], Expr | None] = {}
+
+    # *** the walk ***
+
+    def pull(self, node: Node, index: Index) -> Expr:
+        if node in self.cone or node in self.ends:
+            found = self._inline(node, index)
+            if found is None:
+                raise Reject(Reason.SCORE, node, f"through {_describe(node)}")
+            return found
+        spans = M in _names(index) and N in _names(index)
+        if spans and self.eager_capture and node in self.twin.requires_grad:
+            return self._capture(node, index)
+        found = self._inline(node, index)
+        if found is not None and (spans or not _has_load(found)):
+            return found
+        return self._capture(node, index)
+
+    def _inline(self, node: Node, index: Index) -> Expr | None:
+        key = (node, index)
+        if key not in self._memo:
+            self._memo[key] = self._inline_uncached(node, index)
+        return self._memo[key]
+
+    def _inline_uncached(self, node: Node, index: Index) -> Expr | None:
+        if node in self.ends:
+            return self.ends[node](index)
+        if node in self.cone:
+            if node in self.twin.stops:
+                raise Reject(Reason.GRADIENT, node, f"at {_describe(node)}")
+            self.visited.add(node)
+        elif node in self.twin.stops:
+            return None
+        if (viewed := self.view(node, index)) is not None:
+            return self.pull(*viewed)
+        if node.op == "get_attr":
+            return self._constant_attribute(node)
+        operation = table.name_of(node)
+        if operation == "getitem":
+            return self._dropout(node, index)
+        if operation in table.CASTS:
+            return self._cast(node, index)
+        if operation in table.GENERATORS:
+            return self._generate(node, operation, index)
+        if operation in ("tril", "triu"):
+            return self._triangle(node, operation, index)
+        if operation in ("where", "masked_fill"):
+            return self._where(node, operation, index)
+        if operation in table.POINTWISE:
+            return self._pointwise(node, operation, index)
+        return None
+
+    # *** captures ***
+
+    def _capture(self, node: Node, index: Index) -> Expr:
+        """A load, from as near the source as index arithmetic reaches."""
+        while True:
+            step = self.view(node, index)
+            if step is None and table.name_of(node) in table.CASTS and _widens(node):
+                step = (node.args[0], index)  # type: ignore[assignment]
+            if step is None or node in self.twin.stops or not self._may_descend(node, step):
+                break
+            node, index = step
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            raise Reject(Reason.SCORE, node, f"a captured value comes from {_describe(node)}")
+        if node not in self.captures:
+            self.captures.append(node)
+        return load(self.captures.index(node), *index)
+
+    def _may_descend(self, node: Node, step: tuple[Node, Index]) -> bool:
+        """Where a gradient is wanted, every index must stay one position of one axis."""
+        if node not in self.twin.requires_grad:
+            return True
+        seen: list[Expr] = []
+        for i in step[1]:
+            if isinstance(i, Const):
+                continue
+            base = i.args[0] if isinstance(i, Op) and i.head in ("floordiv", "mod") else i
+            if base not in (I, M, N) or i in seen:
+                return False
+            seen.append(i)
+        return True
+
+    # *** views ***
+
+    def view(self, node: Node, index: Index) -> tuple[Node, Index] | None:
+        """(source, index into it), or None if the node is no view."""
+        operation = table.name_of(node)
+        if operation == "getitem":
+            return self._piece(node, index)
+        if operation not in table.VIEWS or node.op != "call_function":
+            return None
+        source: Node = node.args[0]  # type: ignore[assignment]
+        rule = getattr(self, f"_view_{operation.strip('_')}", None)
+        if operation in ("view", "_unsafe_view", "reshape", "_reshape_alias", "view_as"):
+            return source, self.indexer.view(self.shapes.of(source), self.shapes.of(node), index)
+        if operation in ("expand", "expand_as"):
+            return source, self._unexpand(source, index)
+        if rule is not None:
+            new = rule(node, source, index)
+            return None if new is None else (source, new)
+        return source, index  # alias, clone, contiguous, detach, lift_fresh
+
+    def _unexpand(self, source: Node, index: Index) -> Index:
+        """Index into a tensor that is broadcast to the index."""
+        shape = self.shapes.of(source)
+        if not shape:
+            return ()
+        return tuple(ix.ZERO if s is ix.ONE else i for s, i in zip(shape, index[-len(shape) :], strict=True))
+
+    def _view_permute(self, node: Node, source: Node, index: Index) -> Index:
+        rank = len(index)
+        out: list[Expr] = [ix.ZERO] * rank
+        for position, dim in enumerate(node.args[1]):  # type: ignore[arg-type]
+            out[dim % rank] = index[position]
+        return tuple(out)
+
+    def _view_transpose(self, node: Node, source: Node, index: Index) -> Index:
+        out = list(index)
+        a, b = (int(d) % len(out) for d in node.args[1:3])  # type: ignore[arg-type]
+        out[a], out[b] = out[b], out[a]
+        return tuple(out)
+
+    def _view_t(self, node: Node, source: Node, index: Index) -> Index:
+        return tuple(reversed(index))
+
+    def _view_unsqueeze(self, node: Node, source: Node, index: Index) -> Index:
+        at = int(node.args[1]) % len(index)  # type: ignore[arg-type]
+        return index[:at] + index[at + 1 :]
+
+    def _view_squeeze(self, node: Node, source: Node, index: Index) -> Index:
+        return self.indexer.view(self.shapes.of(source), self.shapes.of(node), index)
+
+    def _view_select(self, node: Node, source: Node, index: Index) -> Index | None:
+        rank = len(index) + 1
+        at, chosen = int(node.args[1]) % rank, self._integer(node.args[2])  # type: ignore[arg-type]
+        if chosen is None:
+            return None
+        if isinstance(chosen, Const) and chosen.head < 0:
+            chosen = ix.add(chosen, self.shapes.of(source)[at])
+        return (*index[:at], chosen, *index[at:])
+
+    def _view_slice(self, node: Node, source: Node, index: Index) -> Index | None:
+        args = [*node.args[1:], *[None] * 4]
+        at, start, step = int(args[0] or 0) % len(index), args[1], args[3] or 1
+        size = self.shapes.of(source)[at]
+        first = ix.ZERO if start is None else self._integer(start)
+        if first is None:
+            return None
+        if isinstance(first, Const):
+            first = self._clamped_start(first, size)
+        elif start is not None and ix.same(self.shapes.of(node)[at], size):
+            first = ix.ZERO
+        if first is None or not isinstance(step, int):
+            return None
+        moved = ix.add(first, ix.mul(index[at], const(step)))
+        return (*index[:at], moved, *index[at + 1 :])
+
+    def _clamped_start(self, first: Const, size: Expr) -> Expr | None:
+        if first.head >= 0:
+            return first
+        start = ix.add(first, size)
+        if isinstance(start, Const):
+            return const(max(0, start.head))
+        return None  # a negative start into a run-time size may or may not clamp
+
+    def _view_repeat(self, node: Node, source: Node, index: Index) -> Index:
+        shape = self.shapes.of(source)
+        tail = index[len(index) - len(shape) :]
+        return tuple(ix.ZERO if s is ix.ONE else self.indexer.mod(i, s) for i, s in zip(tail, shape, strict=True))
+
+    def _view_flip(self, node: Node, source: Node, index: Index) -> Index:
+        dims = {int(d) % len(index) for d in node.args[1]}  # type: ignore[arg-type, union-attr]
+        shape = self.shapes.of(source)
+        return tuple(ix.sub(ix.sub(s, ix.ONE), i) if p in dims else i for p, (i, s) in enumerate(zip(index, shape, strict=True)))
+
+    def _piece(self, node: Node, index: Index) -> tuple[Node, Index] | None:
+        """getitem of split, split_with_sizes or unbind."""
+        parent: Node = node.args[0]  # type: ignore[assignment]
+        which: int = node.args[1]  # type: ignore[assignment]
+        operation = table.name_of(parent)
+        source: Node = parent.args[0]  # type: ignore[assignment]
+        if operation == "unbind":
+            rank = len(index) + 1
+            at = int(parent.args[1] if len(parent.args) > 1 else 0) % rank  # type: ignore[arg-type]
+            return source, (*index[:at], const(which), *index[at:])
+        if operation not in ("split", "split_with_sizes", "chunk"):
+            return None
+        at = int(parent.args[2] if len(parent.args) > 2 else 0) % len(index)  # type: ignore[arg-type]
+        start: Expr = ix.ZERO
+        for earlier in parent.meta["val"][:which]:
+            start = ix.add(start, self.shapes.dim(earlier.shape[at]))
+        return source, (*index[:at], ix.add(index[at], start), *index[at + 1 :])
+
+    # *** numbers ***
+
+    def _integer(self, value: Any) -> Expr | None:
+        if isinstance(value, Node):
+            value = value.meta.get("val")
+        if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+            return self.shapes.dim(value)
+        return None
+
+    def _operand(self, value: Any, index: Index) -> tuple[Expr, str] | None:
+        """Expression and kind of one argument, broadcast to the index."""
+        if isinstance(value, Node):
+            held = value.meta.get("val")
+            if isinstance(held, torch.Tensor):
+                return self.pull(value, self._unexpand(value, index)), table.kind_of_dtype(held.dtype)
+            value = held
+        if isinstance(value, torch.SymInt):
+            return self.shapes.dim(value), "int"
+        if isinstance(value, (bool, int, float)):
+            return const(value), type(value).__name__
+        return None
+
+    def _constant_attribute(self, node: Node) -> Expr | None:
+        """A 0-d tensor constant of the trace."""
+        value = getattr(self.twin.graph.owning_module, str(node.target), None)
+        value = getattr(value, "constant", None) if getattr(value, "constant", None) is not None else value
+        if not isinstance(value, torch.Tensor) or value.numel() != 1 or type(value) is not torch.Tensor:
+            return None
+        return const(value.item())
+
+    # *** values ***
+
+    def _cast(self, node: Node, index: Index) -> Expr | None:
+        source: Node = node.args[0]  # type: ignore[assignment]
+        inner = self.pull(source, index)
+        before, after = source.meta["val"].dtype, node.meta["val"].dtype
+        if before == after:
+            return inner
+        if after.is_floating_point and before.is_floating_point:
+            return inner if node in self.cone or _widens(node) else _narrow(inner, after)
+        if not after.is_floating_point and after not in (torch.bool, torch.int64, torch.int32):
+            return None if before is not torch.bool else cast(inner, "bool", "int")
+        return cast(inner, table.kind_of_dtype(before), table.kind_of_dtype(after))
+
+    def _generate(self, node: Node, operation: str, index: Index) -> Expr | None:
+        dtype = node.meta["val"].dtype
+        kind = table.kind_of_dtype(dtype)
+        if operation == "arange":
+            numbers = [self._integer(a) for a in node.args]
+            if any(n is None for n in numbers) or kind == "bool":
+                return None
+            start, step = (ix.ZERO if len(numbers) < 2 else numbers[0]), (numbers[2] if len(numbers) > 2 else ix.ONE)
+            return cast(ix.add(start, ix.mul(index[0], step)), "int", kind)  # type: ignore[arg-type]
+        if operation == "eye":
+            return cast(compare("eq", index[0], index[1]), "bool", kind)
+        value: Any = {"zeros": 0, "ones": 1}.get(operation.split("_")[-1].removesuffix("_like"))
+        if operation in ("zeros_like", "ones_like"):
+            value = 0 if operation == "zeros_like" else 1
+        elif operation in ("full", "full_like", "new_full"):
+            value = node.args[2 if operation == "new_full" else 1]
+        elif operation == "scalar_tensor":
+            value = node.args[0]
+        found = self._operand(value, ())
+        if found is None:
+            return None
+        return _narrow(cast(*found, kind), dtype) if kind == "float" else cast(*found, kind)
+
+    def _triangle(self, node: Node, operation: str, index: Index) -> Expr | None:
+        diagonal = self._integer(node.args[1] if len(node.args) > 1 else 0)
+        if diagonal is None:
+            return None
+        inner = self.pull(node.args[0], index)  # type: ignore[arg-type]
+        edge = ix.add(index[-2], diagonal)
+        kept = compare("le" if operation == "tril" else "ge", index[-1], edge)
+        zero: Any = {"bool": False, "int": 0, "float": 0.0}[table.kind_of_dtype(node.meta["val"].dtype)]
+        return choose(kept, inner, const(zero))
+
+    def _where(self, node: Node, operation: str, index: Index) -> Expr | None:
+        condition, a, b = node.args[:3] if operation == "where" else (node.args[1], node.args[2], node.args[0])
+        dtype = node.meta["val"].dtype
+        kind = table.kind_of_dtype(dtype)
+        found = [self._operand(x, index) for x in (condition, a, b)]
+        if any(f is None for f in found):
+            return None
+        (c, c_kind), (x, x_kind), (y, y_kind) = found  # type: ignore[misc]
+        x, y = cast(x, x_kind, kind), cast(y, y_kind, kind)
+        if kind == "float":
+            x, y = (v if not isinstance(v, Const) else _narrow(v, dtype) for v in (x, y))
+        return choose(cast(c, c_kind, "bool"), x, y)
+
+    def _pointwise(self, node: Node, operation: str, index: Index) -> Expr | None:
+        how, build = table.POINTWISE[operation]
+        dtype = node.meta["val"].dtype
+        kwargs = dict(node.kwargs)
+        values = list(node.args)
+        if operation == "clamp":
+            values += [kwargs.pop(k, None) for k in ("min", "max")][len(values) - 1 :]
+        found = [(None if v is None else self._operand(v, index)) for v in values]
+        if any(f is None and v is not None for f, v in zip(found, values, strict=True)):
+            return None
+        kind = self._operand_kind(how, dtype, [f[1] for f in found if f is not None])
+        if kind is None or (kind == "int" and how == "result" and dtype not in (torch.int64, torch.int32)):
+            return None
+        args = [None if f is None else cast(f[0], f[1], kind) for f in found]
+        if kind == "int" and operation in ("add", "sub", "mul", "rsub", "floor_divide", "remainder"):
+            return self._integer_arithmetic(operation, args, kwargs)
+        if how == "common" and operation in ("lt", "le", "gt", "ge", "eq", "ne"):
+            return compare(operation, *args) if kind != "float" else compare_float(operation, *args)  # type: ignore[arg-type]
+        if how in ("bool", "only-bool"):
+            return logical(operation, args)  # type: ignore[arg-type]
+        try:
+            return build(*args, **kwargs)
+        except TypeError:  # a keyword this table does not know
+            return None
+
+    @staticmethod
+    def _operand_kind(how: str, dtype: torch.dtype, kinds: list[str]) -> str | None:
+        if how == "result":
+            return table.kind_of_dtype(dtype)
+        if how == "bool":
+            return "bool"
+        if how == "only-bool":
+            return "bool" if all(k == "bool" for k in kinds) else None
+        return "float" if "float" in kinds else "int" if "int" in kinds else "bool"
+
+    def _integer_arithmetic(self, operation: str, args: list, kwargs: dict) -> Expr | None:
+        x, y = args
+        alpha = kwargs.pop("alpha", 1)
+        if kwargs or not isinstance(alpha, int):
+            return None
+        if operation == "rsub":
+            x, y, operation = y, x, "sub"
+        if operation in ("add", "sub") and alpha != 1:
+            y = ix.mul(y, const(alpha))
+        if operation in ("floor_divide", "remainder"):
+            return (self.indexer.floordiv if operation == "floor_divide" else self.indexer.mod)(x, y)
+        return {"add": ix.add, "sub": ix.sub, "mul": ix.mul}[operation](x, y)
+
+    def _dropout(self, node: Node, index: Index) -> Expr | None:
+        """The first result of native_dropout on the weights, as a factor `$drop` of known probability."""
+        parent: Node = node.args[0]  # type: ignore[assignment]
+        if table.name_of(parent) != "native_dropout" or node.args[1] != 0 or parent not in self.cone:
+            return None
+        self.visited.add(parent)
+        inner = self.pull(parent.args[0], index)  # type: ignore[arg-type]
+        p, train = parent.args[1], parent.args[2]
+        if train is False or p == 0.0:
+            return inner
+        if not isinstance(p, float) or not 0.0 <= p < 1.0:
+            raise Reject(Reason.DROPOUT, node, f"p = {p}")
+        return op("mul", inner, name(f"$drop:{p!r}"))
+
+
+# *** small algebra that keeps what is lifted readable ***
+
+
+def cast(e: Expr, before: str, after: str) -> Expr:
+    if before == after:
+        return e
+    if isinstance(e, Const):
+        return const({"bool": bool, "int": int, "float": float}[after](e.head))
+    if isinstance(e, Op) and e.head == "where" and isinstance(e.args[1], Const) and isinstance(e.args[2], Const):
+        return choose(e.args[0], cast(e.args[1], before, after), cast(e.args[2], before, after))
+    if before == "bool":
+        return where(e, 1 if after == "int" else 1.0, 0 if after == "int" else 0.0)
+    return op(after, e)
+
+
+def choose(condition: Expr, x: Expr, y: Expr) -> Expr:
+    if condition is TRUE or x is y:
+        return x
+    if condition is FALSE:
+        return y
+    if x is TRUE and y is FALSE:
+        return condition
+    if x is FALSE and y is TRUE:
+        return negate(condition)
+    if y is FALSE:
+        return logical("logical_and", [condition, x])
+    if x is TRUE:
+        return logical("logical_or", [condition, y])
+    if x is FALSE:
+        return logical("logical_and", [negate(condition), y])
+    return where(condition, x, y)
+
+
+_NEGATED = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
+
+
+def negate(e: Expr) -> Expr:
+    if isinstance(e, Const):
+        return const(not e.head)
+    if isinstance(e, Op) and e.head == "not":
+        return e.args[0]
+    if isinstance(e, Op) and e.head in _NEGATED and _is_index(e):
+        return op(_NEGATED[e.head], *e.args)
+    if isinstance(e, Op) and e.head in ("and", "or"):
+        return logical("logical_or" if e.head == "and" else "logical_and", [negate(a) for a in e.args])
+    return op("not", e)
+
+
+def _is_index(e: Expr) -> bool:
+    """A comparison of integers made of coordinates alone (no NaN can make its negation differ)."""
+    return all(not isinstance(n, Load) and (not isinstance(n, Const) or isinstance(n.head, int)) for n in walk(e)) and all(
+        not isinstance(n, Op) or n.head in ("add", "sub", "mul", "floordiv", "mod", "neg") for a in e.args for n in walk(a)
+    )
+
+
+def logical(operation: str, args: list[Expr]) -> Expr:
+    kind = operation.strip("_").split("_")[-1]
+    if kind == "not":
+        return negate(args[0])
+    x, y = args
+    if kind in ("and", "or"):
+        absorbing, neutral = (FALSE, TRUE) if kind == "and" else (TRUE, FALSE)
+        if absorbing in (x, y):
+            return absorbing
+        if x is neutral or x is y:
+            return y
+        if y is neutral:
+            return x
+    return op(kind, x, y)
+
+
+def compare(operation: str, x: Expr, y: Expr) -> Expr:
+    """A comparison of integers or bools in canonical form: key index alone on the left, else the query index."""
+    folded = _fold_branches(operation, x, y)
+    if folded is not None:
+        return folded
+    if isinstance(x, Const) and isinstance(y, Const):
+        return const(_apply(operation, x.head, y.head))
+    if any(isinstance(v, Op) and v.head in ("where", "not", "and", "or", "xor", *_NEGATED) for v in (x, y)):
+        return op(operation, x, y)
+    difference = ix.to_poly(ix.sub(x, y))
+    for pivot in (N, M, I):
+        coefficient = difference.get((pivot,), 0)
+        if abs(coefficient) == 1 and not any(pivot in atoms for atoms in difference if atoms != (pivot,)):
+            rest = {k: -v * coefficient for k, v in difference.items() if k != (pivot,)}
+            flipped = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}.get(operation, operation)
+            return op(operation if coefficient == 1 else flipped, pivot, ix.from_poly(rest))
+    return op(operation, x, y)
+
+
+def compare_float(operation: str, x: Expr, y: Expr) -> Expr:
+    folded = _fold_branches(operation, x, y)
+    if folded is not None:
+        return folded
+    if isinstance(x, Const) and isinstance(y, Const):
+        return const(_apply(operation, x.head, y.head))
+    return op(operation, x, y)
+
+
+def _fold_branches(operation: str, x: Expr, y: Expr) -> Expr | None:
+    """`where(c, 1.0, 0.0) == 0.0` is `~c`: compare each constant branch."""
+    for e, swap in ((x, False), (y, True)):
+        other = x if swap else y
+        if isinstance(e, Op) and e.head == "where" and isinstance(other, Const):
+            branches = [b for b in e.args[1:] if isinstance(b, Const) or (isinstance(b, Op) and b.head == "where")]
+            if len(branches) == 2:
+                judge = compare_float if isinstance(other.head, float) else compare
+                results = [judge(operation, *((other, b) if swap else (b, other))) for b in branches]
+                return choose(e.args[0], *results)
+    return None
+
+
+def _apply(operation: str, x: Any, y: Any) -> bool:
+    return {"lt": x < y, "le": x <= y, "gt": x > y, "ge": x >= y, "eq": x == y, "ne": x != y}[operation]
+
+
+def _widens(node: Node) -> bool:
+    """A float cast that keeps every value."""
+    before, after = node.args[0].meta["val"].dtype, node.meta["val"].dtype  # type: ignore[union-attr]
+    if not (before.is_floating_point and after.is_floating_point):
+        return before == after
+    return before == after or torch.promote_types(before, after) == after
+
+
+def _narrow(e: Expr, dtype: torch.dtype) -> Expr | None:
+    """Constants as the narrower dtype holds them; None if a load would have to be rounded."""
+    if isinstance(e, Const):
+        return const(torch.tensor(float(e.head), dtype=torch.float64).to(dtype).item() if math.isfinite(e.head) else float(e.head))
+    if isinstance(e, Op) and e.head == "where":
+        branches = [_narrow(a, dtype) for a in e.args[1:]]
+        return None if None in branches else choose(e.args[0], *branches)  # type: ignore[arg-type]
+    return None if _has_load(e) else e
+
+
+def _names(index: Index) -> set[Expr]:
+    return {n for i in index for n in walk(i)}
+
+
+def _has_load(e: Expr) -> bool:
+    return any(isinstance(n, Load) for n in walk(e))
+
+
+def _describe(node: Node) -> str:
+    if node.target is leaf_value:
+        return str(node.args[0])
+    return table.name_of(node) or str(getattr(node.target, "__name__", node.target))

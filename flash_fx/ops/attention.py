@@ -1,0 +1,188 @@
+"""`flash_fx::attention` and its backward.
+
+    attention(query [B, H, M, D], key [B, Hk, N, D], value [B, Hk, N, Dv], captures, sizes, seed, program, bmhd)
+        -> (out [B, H, M, Dv], lse [B, H, M] float32)
+
+Both are `triton_op`s: on a GPU Inductor sees the generated kernels themselves. On every other device their body is a
+call of an opaque operator that runs the tiled PyTorch path. `program` is the text of a score program.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op, triton_op
+
+from ..score.expr import Program
+from ..score.text import parse
+from .check import check_operands
+from .device import uses_triton
+
+
+@functools.lru_cache(maxsize=1024)
+def _program(text: str) -> Program:
+    return parse(text)
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor] = (), program: str = "", sizes: Sequence[int] = ()
+) -> Tensor:
+    """Exact attention `softmax(program(query @ key^T)) @ value` without an M x N tensor, forward and backward.
+
+    query     [B, H, M, D], float32, bfloat16 or float16 (float64 on the CPU)
+    key       [B, Hk, N, D], H a multiple of Hk: query head h reads key head h // (H // Hk)
+    value     [B, Hk, N, Dv]
+    captures  tensors the program reads as c0[...], c1[...]; float ones get a gradient
+    program   a score program such as "score = score * 0.125; keep = kv_idx <= q_idx"; empty is the plain product
+    sizes     ints the program reads as s0, s1, ...
+
+    Returns [B, H, M, Dv] in the dtype of query. Note that nothing is scaled unless the program does it.
+    Raises OperandError or ProgramError. Algorithm: FlashAttention-2 (Dao, 2023, arXiv 2307.08691), algorithms 1 and 2.
+    """
+    parsed = check_operands(query, key, value, captures, sizes, program)
+    seed = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=query.device) if parsed.drop else None
+    return torch.ops.flash_fx.attention(query, key, value, list(captures), list(sizes), seed, program, False)[0]
+
+
+@triton_op("flash_fx::attention", mutates_args=())
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    captures: Sequence[Tensor],
+    sizes: Sequence[int],
+    seed: Tensor | None,
+    program: str,
+    bmhd: bool,
+) -> tuple[Tensor, Tensor]:
+    if not uses_triton(query.device):
+        return torch.ops.flash_fx.tiled_attention(query, key, value, captures, sizes, seed, program, bmhd)
+    from ..kernels import launch
+
+    return launch.forward(query, key, value, captures, sizes, seed, _program(program), bmhd)
+
+
+@triton_op("flash_fx::attention_backward", mutates_args=())
+def _attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    captures: Sequence[Tensor],
+    sizes: Sequence[int],
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    program: str,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    if not uses_triton(query.device):
+        return torch.ops.flash_fx.tiled_attention_backward(
+            grad_out, query, key, value, captures, sizes, seed, out, lse, program, needs
+        )
+    from ..kernels import launch
+
+    return launch.backward(grad_out, query, key, value, captures, sizes, seed, out, lse, _program(program), list(needs))
+
+
+@custom_op("flash_fx::tiled_attention", mutates_args=())
+def _tiled_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    captures: Sequence[Tensor],
+    sizes: Sequence[int],
+    seed: Tensor | None,
+    program: str,
+    bmhd: bool,
+) -> tuple[Tensor, Tensor]:
+    from .. import tiled
+
+    return tiled.forward(query, key, value, captures, sizes, seed, _program(program), bmhd)
+
+
+@custom_op("flash_fx::tiled_attention_backward", mutates_args=())
+def _tiled_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    captures: Sequence[Tensor],
+    sizes: Sequence[int],
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    program: str,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    from .. import tiled
+
+    grads = tiled.backward(grad_out, query, key, value, captures, sizes, seed, out, lse, _program(program), list(needs))
+    return [g.contiguous() for g in grads]
+
+
+# *** shapes ***
+
+
+@_attention.register_fake
+@_tiled_attention.register_fake
+def _attention_shapes(
+    query: Tensor, key: Tensor, value: Tensor, captures: Any, sizes: Any, seed: Any, program: str, bmhd: bool
+) -> tuple[Tensor, Tensor]:
+    b, h, m, _ = query.shape
+    lse_dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
+    lse = query.new_empty((b, h, m), dtype=lse_dtype)
+    if bmhd:
+        return query.new_empty((b, m, h, value.shape[-1])).transpose(1, 2), lse
+    return query.new_empty((b, h, m, value.shape[-1])), lse
+
+
+@_attention_backward.register_fake
+@_tiled_attention_backward.register_fake
+def _backward_shapes(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    captures: Sequence[Tensor],
+    sizes: Any,
+    seed: Any,
+    out: Any,
+    lse: Any,
+    program: str,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    inputs = (query, key, value, *captures)
+    return [t.new_empty(t.shape) for t, needed in zip(inputs, needs, strict=True) if needed]
+
+
+# *** autograd ***
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, captures, sizes, seed, program, _ = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(query, key, value, out, lse, seed, *captures)
+    ctx.sizes, ctx.program = sizes, program
+
+
+def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple:
+    query, key, value, out, lse, seed, *captures = ctx.saved_tensors
+    wanted = ctx.needs_input_grad
+    needs = [*wanted[:3], *(wanted[3] if isinstance(wanted[3], (list, tuple)) else [wanted[3]] * len(captures))]
+    needs = [n and t.is_floating_point() for n, t in zip(needs, (query, key, value, *captures), strict=True)]
+    grads = iter(
+        torch.ops.flash_fx.attention_backward(
+            grad_out, query, key, value, captures, ctx.sizes, seed, out, lse, ctx.program, needs
+        )
+    )
+    found = [next(grads) if n else None for n in needs]
+    return found[0], found[1], found[2], found[3:], None, None, None, None
+
+
+_attention.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,421 @@
+"""Edit a user's graph: every Site becomes one call of the attention operator.
+
+Operands that have a live user node use that node; others are re-emitted as the few views and casts that lead to them
+from something live. What cannot be reached (because it was changed in place meanwhile) rejects the site.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from . import compat
+from .match import aten as table
+from .match.find import Found, find_sites, has_softmax
+from .match.index import to_poly
+from .match.lift import DTYPES
+from .match.normalize import Twin, _may_mutate, example_value, leaf_value, make_twin
+from .match.site import Operand, Site
+from .reject import Reason, Reject
+from .report import Report, SiteReport
+from .score.expr import Const, Expr, Name
+
+log = logging.getLogger("flash_fx")
+aten = torch.ops.aten
+_REEMIT = table.TRANSPARENT | table.GENERATORS | table.SHAPE_ONLY
+assert DTYPES
+
+
+def rewrite_graph(gm: GraphModule) -> Report:
+    """Rewrite a graph whose nodes carry fakes, and the graphs of its higher-order ops, in place."""
+    report = Report()
+    for _, module in gm.named_modules():
+        if isinstance(module, GraphModule) and has_softmax(module.graph):
+            report.extend(_rewrite_one(module))
+    return report
+
+
+def _rewrite_one(gm: GraphModule) -> Report:
+    try:
+        twin = make_twin(gm)
+        found = find_sites(twin)
+    except Exception as e:  # a user's model never fails because of us
+        log.warning("flash_fx could not analyse a graph and left it alone: %s: %s", type(e).__name__, e)
+        log.debug("analysis failed", exc_info=True)
+        return Report()
+    report = Report()
+    fused: list[Found] = []
+    for f in found:
+        report.sites.append(_apply(gm, twin, f, fused))
+    if fused:
+        _erase_dead(gm, twin, fused)
+        gm.graph.lint()
+        gm.recompile()
+    return report
+
+
+def _apply(gm: GraphModule, twin: Twin, found: Found, fused: list[Found]) -> SiteReport:
+    verdict = found.verdict
+    if isinstance(verdict, Site):
+        try:
+            _replace(gm, twin, verdict)
+            fused.append(found)
+            return _describe_fused(twin, verdict)
+        except Reject as r:
+            verdict = r
+    return _describe_left(twin, found, verdict)
+
+
+# *** one site ***
+
+
+def _replace(gm: GraphModule, twin: Twin, site: Site) -> None:
+    target, result = _result_node(twin, site)
+    emitter = _Emitter(gm, twin, site, target)
+    with gm.graph.inserting_before(target):
+        new = emitter.emit(result)
+    new.meta.update({k: v for k, v in target.meta.items() if k != "example_value"})
+    if "example_value" in target.meta:
+        new.meta["example_value"] = target.meta["example_value"]
+    target.replace_all_uses_with(new)
+    gm.graph.erase_node(target)
+
+
+def _result_node(twin: Twin, site: Site) -> tuple[Node, Node]:
+    """The user's node that first holds the value product, and the twin node it holds."""
+    defined = twin.defined()
+    node = site.product
+    while node not in defined:
+        users = [u for u in node.users if table.name_of(u) in table.VIEWS | table.CASTS]
+        if len(users) != 1 or len(node.users) != 1:
+            raise Reject(Reason.OPERAND, site.product, "the value product has no node of its own")
+        node = users[0]
+    user = defined[node]
+    if _may_mutate(user) or user.op not in ("call_function", "call_method"):
+        raise Reject(Reason.MUTATED, user, "the value product is written into an existing tensor")
+    return user, node
+
+
+class _Emitter:
+    """Writes the nodes of one site before `target`. Nothing is left behind when a Reject is raised."""
+
+    def __init__(self, gm: GraphModule, twin: Twin, site: Site, target: Node) -> None:
+        self.gm, self.graph, self.twin, self.site, self.target = gm, gm.graph, twin, site, target
+        self.moment = twin.order[target]
+        self.live = {t: u for t, u in twin.live_at(self.moment).items() if u.graph is gm.graph and not _erased(u)}
+        self.made: dict[Node, Node] = {}
+        self.new: list[Node] = []
+
+    def emit(self, result: Node) -> Node:
+        try:
+            return self._emit(result)
+        except BaseException:
+            for node in reversed(self.new):
+                self.graph.erase_node(node)
+            raise
+
+    def _emit(self, result: Node) -> Node:
+        site = self.site
+        order, shape_from_result = self._order(result)
+        query, key, value = (self._cast(self._operand(o), o) for o in (site.query, site.key, site.value))
+        captures = [self._value(c) for c in site.captures]
+        sizes = [self._size(s) for s in site.sizes]
+        seed = self._seed() if site.program.drop else None
+        bmhd = order == "bmhd" or (order == "bhmd" and self._consumers_want_bmhd(result))
+        call = self._call(
+            torch.ops.flash_fx.attention.default, query, key, value, captures, sizes, seed, str(site.program), bmhd
+        )
+        out = self._call(operator.getitem, call, 0)
+        if site.product.meta["val"].dtype != site.dtype:
+            out = self._call(aten._to_copy.default, out, dtype=site.product.meta["val"].dtype)
+        return self._into_place(out, order, shape_from_result, result)
+
+    # *** operands ***
+
+    def _operand(self, operand: Operand) -> Node:
+        node = self._value(operand.node)
+        for target, args in operand.steps:
+            node = self._call(target, node, *(self._argument(a) for a in args))
+        return node
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return [self._argument(v) for v in value]
+        return self._size(value) if isinstance(value, Expr) else value
+
+    def _cast(self, node: Node, operand: Operand) -> Node:
+        if operand.node.meta["val"].dtype == self.site.dtype:
+            return node
+        return self._call(aten._to_copy.default, node, dtype=self.site.dtype)
+
+    def _seed(self) -> Node:
+        device = self.site.product.meta["val"].device
+        return self._call(aten.randint.low, 0, 2**62, [2], dtype=torch.int64, device=device)
+
+    def _value(self, node: Node) -> Node:
+        """A user node with the value of a twin node, at this moment."""
+        if node in self.live:
+            return self.live[node]
+        if node not in self.made:
+            self.made[node] = self._reemit(node)
+        return self.made[node]
+
+    def _reemit(self, node: Node) -> Node:
+        operation = table.name_of(node)
+        integer = node.target in (operator.add, operator.mul, operator.sub, operator.floordiv, operator.mod)
+        if node.op != "call_function" or node.target is leaf_value or not (operation in _REEMIT or integer):
+            raise Reject(Reason.MUTATED, node, f"{table.name_of(node) or node.name} is no longer readable")
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self._value)  # type: ignore[arg-type]
+        if operation in ("view", "_unsafe_view"):
+            made = self._call(aten.reshape.default, *args, **kwargs)
+        else:
+            made = self._call(node.target, *args, **kwargs)
+        if node in self.twin.stops and node.target is not table.DETACH:
+            made = self._call(aten.detach.default, made)
+        return made
+
+    # *** sizes ***
+
+    def _size(self, e: Expr) -> Any:
+        """A number, or a node that computes it."""
+        if isinstance(e, Const):
+            return e.head
+        if isinstance(e, Name):
+            return self._symbol(e)
+        total: Any = None
+        for atoms, coefficient in to_poly(e).items():
+            term: Any = coefficient
+            for a in atoms:
+                factor = self._size(a) if a is not e else self._opaque(a)
+                term = factor if isinstance(term, int) and term == 1 else self._call(operator.mul, factor, term)
+            total = term if total is None else self._call(operator.add, total, term)
+        return 0 if total is None else total
+
+    def _opaque(self, e: Expr) -> Any:
+        operation = {"floordiv": operator.floordiv, "mod": operator.mod}[e.head]
+        return self._call(operation, *(self._size(a) for a in e.args))
+
+    def _symbol(self, symbol: Expr) -> Node:
+        """A placeholder of this size, or the size of a placeholder."""
+        wanted = compat.sym_expr(self.site.symbols[symbol])
+        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        for n in placeholders:
+            held = example_value(n)
+            if isinstance(held, torch.SymInt) and compat.sym_expr(held) == wanted:
+                return n
+        for n in [*placeholders, *self.live.values()]:
+            held = example_value(n)
+            if isinstance(held, torch.Tensor):
+                for d, s in enumerate(held.shape):
+                    if isinstance(s, torch.SymInt) and compat.sym_expr(s) == wanted:
+                        return self._call(aten.sym_size.int, n, d)
+        raise Reject(Reason.OPERAND, self.site.product, f"size {wanted} is not available")
+
+    # *** the result ***
+
+    def _order(self, result: Node) -> tuple[str, bool]:
+        """The order of the letters b, h, m, d in the user's tensor; whether it also needs a reshape."""
+        labels = list(self.site.out_labels)
+        path = []
+        node = result
+        while node is not self.site.product:
+            path.append(node)
+            node = node.args[0]  # type: ignore[assignment]
+        for step in reversed(path):
+            moved = _follow(step, labels, self.site.dims)
+            if moved is None:
+                return "".join(self.site.out_labels), True
+            labels = moved
+        return "".join(labels), True
+
+    def _into_place(self, out: Node, order: str, reshape: bool, result: Node) -> Node:
+        """Permute the operator's [B, H, M, Dv] and give it the shape of the user's tensor."""
+        permutation = ["bhmd".index(c) for c in order]
+        if permutation != [0, 1, 2, 3]:
+            out = self._call(aten.permute.default, out, permutation)
+        pending = self._pending(result, order)
+        reached = pending[0].args[0] if pending else result
+        shape = [self._dim(s) for s in reached.meta["val"].shape]  # type: ignore[union-attr]
+        out_sizes = [self.site.dims[{"b": "B", "h": "H", "m": "M", "d": "DV"}[c]] for c in order]
+        if len(shape) != 4 or [self._key(s) for s in reached.meta["val"].shape] != [repr(s) for s in out_sizes]:  # type: ignore[union-attr]
+            out = self._call(aten.reshape.default, out, shape)
+        for step in pending:
+            args = torch.fx.map_arg(step.args[1:], self._value)
+            target = aten.reshape.default if table.name_of(step) in ("view", "_unsafe_view") else step.target
+            out = self._call(target, out, *args, **torch.fx.map_arg(step.kwargs, self._value))
+        return out
+
+    def _pending(self, result: Node, order: str) -> list[Node]:
+        """Views after the product that the letters could not follow."""
+        path = []
+        node = result
+        while node is not self.site.product:
+            path.append(node)
+            node = node.args[0]  # type: ignore[assignment]
+        path.reverse()
+        labels: list[str] | None = list(self.site.out_labels)
+        for position, step in enumerate(path):
+            labels = _follow(step, labels, self.site.dims)  # type: ignore[arg-type]
+            if labels is None:
+                return path[:0] + path if position == 0 or "".join(self.site.out_labels) == order else path
+        return []
+
+    def _dim(self, size: Any) -> Any:
+        from .match.shapes import Shapes
+
+        shapes = Shapes()
+        e = shapes.dim(size)
+        for s, v in shapes.symbols.items():
+            self.site.symbols.setdefault(s, v)
+        return self._size(e)
+
+    def _key(self, size: Any) -> str:
+        from .match.shapes import Shapes
+
+        return repr(Shapes().dim(size))
+
+    def _consumers_want_bmhd(self, result: Node) -> bool:
+        """True if every consumer swaps heads and length, so that [B, M, H, D] in memory makes its copy free."""
+        users = list(self.target.users)
+        return bool(users) and all(_swaps_heads(u) for u in users)
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        node = self.graph.call_function(target, args, kwargs)
+        self.new.append(node)
+        self._annotate(node)
+        return node
+
+    def _annotate(self, node: Node) -> None:
+        """Give a new node a fake value, as Dynamo's own nodes have."""
+        try:
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), example_value)
+            mode = compat.fake_mode_of([example_value(n) for n in node.all_input_nodes])
+            if mode is not None:
+                with mode, torch.no_grad():
+                    node.meta["example_value"] = node.target(*args, **kwargs)  # type: ignore[operator]
+        except Exception:  # only later readers of the graph would use it
+            log.debug("no example value for %s", node, exc_info=True)
+        if "stack_trace" in self.target.meta:
+            node.meta["stack_trace"] = self.target.meta["stack_trace"]
+
+
+def _erased(node: Node) -> bool:
+    return getattr(node, "_erased", False)
+
+
+def _swaps_heads(user: Node) -> bool:
+    name = user.target if user.op == "call_method" else getattr(user.target, "__name__", "")
+    args = [a for a in user.args[1:] if not isinstance(a, Node)]
+    flat = list(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    if name in ("transpose", "swapaxes", "transpose_") or str(name).startswith("transpose"):
+        return sorted(d % 4 for d in flat if isinstance(d, int)) == [1, 2]
+    return str(name).startswith("permute") and [d % 4 for d in flat if isinstance(d, int)] == [0, 2, 1, 3]
+
+
+def _follow(step: Node, labels: list[str], dims: dict[str, Expr]) -> list[str] | None:
+    """Labels of the dimensions after one view, or None if it splits or merges them in another way."""
+    operation = table.name_of(step)
+    rank = len(labels)
+    if operation in ("clone", "alias", "contiguous", "_to_copy", "detach"):
+        return labels if operation != "detach" else None
+    if operation == "permute":
+        return [labels[d % rank] for d in step.args[1]]  # type: ignore[union-attr, operator, misc]
+    if operation == "transpose":
+        a, b = (int(d) % rank for d in step.args[1:3])  # type: ignore[arg-type]
+        labels = list(labels)
+        labels[a], labels[b] = labels[b], labels[a]
+        return labels
+    if operation in ("view", "_unsafe_view", "reshape"):
+        return _regroup("".join(labels), step, dims)
+    return None
+
+
+def _regroup(letters: str, step: Node, dims: dict[str, Expr]) -> list[str] | None:
+    from .match import index as ix
+    from .match.shapes import Shapes
+
+    left = list(letters)
+    out: list[str] = []
+    shapes = Shapes()
+    for size in step.meta["val"].shape:
+        wanted = shapes.dim(size)
+        group, have = "", ix.ONE
+        while not ix.same(have, wanted):
+            if not left:
+                return None
+            letter = left.pop(0)
+            group += letter
+            have = ix.mul(have, dims[{"b": "B", "h": "H", "m": "M", "d": "DV"}[letter]])
+            if len(group) > 4:
+                return None
+        out.append(group)
+    if left:
+        out[-1] += "".join(left)
+        if any(dims[{"b": "B", "h": "H", "m": "M", "d": "DV"}[c]] is not ix.ONE for c in left):
+            return None
+    return out
+
+
+# *** what is left over ***
+
+
+def _erase_dead(gm: GraphModule, twin: Twin, fused: list[Found]) -> None:
+    """Remove what only fed the fused sites, in-place writes into covered values included."""
+    covered = {n for f in fused for n in f.covered}
+    writes = {
+        moment for entries in twin.history.values() for moment, node in entries[1:] if node in covered
+    }
+    writers = {n for n, moment in twin.order.items() if moment in writes and _may_mutate(n)}
+    for node in reversed(list(gm.graph.nodes)):
+        removable = node in writers or (not node.is_impure() and not (_may_mutate(node) and node not in writers))
+        if not node.users and removable and node.op not in ("placeholder", "output"):
+            gm.graph.erase_node(node)
+
+
+# *** reports ***
+
+
+def _describe_fused(twin: Twin, site: Site) -> SiteReport:
+    d = {k: repr(v).replace("$", "") for k, v in site.dims.items()}
+    shapes = (
+        f"[{d['B']}, {d['H']}, {d['M']}, {d['D']}]",
+        f"[{d['B']}, {d['HK']}, {d['N']}, {d['D']}]",
+        f"[{d['B']}, {d['HK']}, {d['N']}, {d['DV']}]",
+    )
+    return SiteReport("fused", None, "", str(site.program), _location(twin, site.anchor), shapes, _dtype(site.dtype))
+
+
+def _describe_left(twin: Twin, found: Found, reject: Reject) -> SiteReport:
+    value = found.anchor.meta["val"]
+    shape = "[" + ", ".join(str(s) for s in value.shape) + "]"
+    where = _location(twin, found.anchor)
+    return SiteReport("left", reject.reason.code, reject.message, "", where, (shape,), _dtype(value.dtype))
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _location(twin: Twin, anchor: Node) -> str:
+    """file:line of the user's softmax."""
+    for user, entries in twin.history.items():
+        if any(node is anchor for _, node in entries):
+            frames = list(_frames(user.meta.get("stack_trace") or ""))
+            own = [f for f in frames if "/torch/nn/" not in f.replace("\\", "/")]
+            return (own or frames or ["unknown:0"])[-1]
+    for user, entries in twin.history.items():  # made inside one user node (multi_head_attention_forward, say)
+        if any(anchor in n.all_input_nodes for _, n in entries):
+            frames = list(_frames(user.meta.get("stack_trace") or ""))
+            return (frames or ["unknown:0"])[-1]
+    return "unknown:0"
+
+
+def _frames(trace: str) -> Iterator[str]:
+    for file, line in re.findall(r'File "([^"]+)", line (\d+)', trace):
+        yield f"{file}:{line}"
