@@ -59,4 +59,88 @@ def sym_hint(value: Any) -> int:
 def symbol_value(size: Any, symbol: Any) -> Any:
     """A SymInt for one free symbol of another SymInt's expression."""
     env = size.node.shape_env
-    return env.create_symintnode(symbol, hint=int(env.var_to_val[symbol]) if symbol in env.var_to_val else None)
+    values = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
+    return env.create_symintnode(symbol, hint=int(values[symbol]) if symbol in values else None)
+
+
+def specialise(size: Any) -> int:
+    """The value of a size as a number; Dynamo then guards on it."""
+    return int(size)
+
+
+def inner_backend(name: str) -> Callable:
+    """A stock Dynamo backend by name."""
+    return torch._dynamo.lookup_backend(name)
+
+
+def inductor(gm: Any, example_inputs: list, mode: str | None, options: dict | None, *, tag: str, own_patterns: bool) -> Callable:
+    """Compile with Inductor, `mode` and `options` as torch.compile applies them.
+
+    `tag` becomes part of Inductor's cache keys. With `own_patterns=False` its attention patterns do not run.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    # torch.compile's own wrapper knows how modes and options become config entries
+    config = dict(torch._TorchCompileInductorWrapper(mode, options, None).config)
+    if "joint_custom_pre_pass" not in config:
+        config["joint_custom_pre_pass"] = _joint_tag(f"{tag}:{own_patterns}")
+    with contextlib.nullcontext() if own_patterns else without_attention_patterns():
+        return compile_fx(gm, example_inputs, config_patches=config)
+
+
+def _joint_tag(tag: str) -> Any:
+    """A pass that carries a cache key and runs whatever joint pass was configured before."""
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    before = config.joint_custom_pre_pass
+
+    class CacheTag(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            if before is not None:
+                before(graph)
+
+        def uuid(self) -> Any:
+            if before is None:
+                return tag
+            inner = before.uuid() if isinstance(before, CustomGraphPass) else None
+            return None if inner is None else f"{tag}:{inner}"
+
+    return CacheTag()
+
+
+@contextlib.contextmanager
+def without_attention_patterns() -> Iterator[None]:
+    """Inductor's own attention patterns match nothing inside the block.
+
+    There is no switch for them alone. Every one of them asks `_sfdp_params_check` last, and holds a reference to it, so
+    its code object is what can be replaced. Dynamo compiles under a lock, so nothing else runs meanwhile.
+    """
+    from torch._inductor.fx_passes import fuse_attention
+
+    check = fuse_attention._sfdp_params_check
+    original = check.__code__
+    try:
+        check.__code__ = _never.__code__
+        yield
+    finally:
+        check.__code__ = original
+
+
+def _never(match: Any) -> bool:
+    return False
+
+
+def annotate_with_fakes(gm: Any, example_inputs: Any) -> None:
+    """Give every node of a graph a fake `example_value` by running it on fake copies of the inputs."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    class Annotate(torch.fx.Interpreter):
+        def run_node(self, n: torch.fx.Node) -> Any:
+            result = super().run_node(n)
+            n.meta["example_value"] = result
+            return result
+
+    fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in example_inputs]
+    with mode:
+        Annotate(gm).run(*fakes)

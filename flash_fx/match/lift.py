@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
+from .. import compat
 from ..reject import Reason, Reject
 from ..score.expr import Const, Expr, Load, Name, Op, Program, const, name, op, rebuild, substitute, walk, where
 from ..score.simplify import simplify
@@ -69,9 +70,10 @@ def _walk(
     twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: int, score_product: Node, eager_capture: bool
 ) -> _Lifted:
     weights, values = product.args[position], product.args[1 - position]
-    w_shape, v_shape = shapes.of(weights), shapes.of(values)  # type: ignore[arg-type]
+    w_shape = shapes.of(weights)  # type: ignore[arg-type]
     m, n = (w_shape[1], w_shape[2]) if position == 0 else (w_shape[2], w_shape[1])
-    d = shapes.of(_operands(score_product)[0])[2]
+    d = _head_dim(_operands(score_product)[0], 2, product)
+    _head_dim(values, 2 if position == 0 else 1, product)  # type: ignore[arg-type]
     sizes = {I: w_shape[0], M: m, N: n, D: d}
     indexer = ix.Indexer(sizes, shapes.hints)
     puller = Puller(twin, shapes, indexer, eager_capture)
@@ -106,7 +108,6 @@ def _walk(
     if "qk" not in pair:
         raise Reject(Reason.SCORE, anchor)
     v_index = (I, N, D) if position == 0 else (I, D, N)
-    del v_shape
     empty = 0.0 if anchor.target is torch.ops.aten._safe_softmax.default else None
     covered |= puller.visited | {score_product}
     return _Lifted(puller, score, weight, pair["qk"].left, pair["qk"].right, (values, v_index), empty, covered)  # type: ignore[arg-type]
@@ -114,6 +115,17 @@ def _walk(
 
 def _operands(product: Node) -> tuple[Node, Node]:
     return product.args[0], product.args[1]  # type: ignore[return-value]
+
+
+def _head_dim(node: Node, at: int, product: Node) -> Expr:
+    """A head dimension as a number: kernels are made for one, so a run-time one is guarded on."""
+    try:
+        size = compat.specialise(node.meta["val"].shape[at])
+    except Exception as e:
+        raise Reject(Reason.HEAD_DIM, product, str(node.meta["val"].shape[at])) from e
+    if not 1 <= size <= MAX_HEAD_DIM:
+        raise Reject(Reason.HEAD_DIM, product, str(size))
+    return const(size)
 
 
 def _at_ones(index: Index, shape: tuple[Expr, ...]) -> Index:
@@ -176,11 +188,11 @@ def _build(twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: in
     score, keep, empty = _split_fills(lifted.score, lifted.empty)
     weight, drop = _split_weight(lifted.weight, anchor)
     exprs = [e for e in (score, keep, weight) if e is not None]
-    indices = [i for _, index in (lifted.query, lifted.key, lifted.value) for i in index]
-    heads = _heads([*exprs, *indices], sizes[I], shapes)
+    keys = [*lifted.key[1], *lifted.value[1]]
+    heads = _heads([[*_indices(puller, lifted.query)], exprs, keys], sizes[I], shapes)
     batch = puller.indexer.floordiv(sizes[I], heads)
     indexer = ix.Indexer({B: batch, H: heads, M: sizes[M], N: sizes[N], D: sizes[D]}, shapes.hints)
-    split = {I: ix.add(ix.mul(B, heads), H)}
+    split = {I: B if heads is ix.ONE else H if batch is ix.ONE else ix.add(ix.mul(B, heads), H)}
 
     def canonical(e: Expr | None) -> Expr | None:
         return None if e is None else simplify(_rename(_reindex(substitute(e, split), indexer), naming))
@@ -199,7 +211,6 @@ def _build(twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: in
     program, captures = _renumber(program, puller.captures)
     dtype = _common_dtype([q_dtype, k_dtype, v_dtype], product)
     dims = {"B": batch, "H": heads, "HK": kv_heads, "M": sizes[M], "N": sizes[N], "D": sizes[D], "DV": dv}
-    _check_head_dims(dims, product)
     _check_devices([query.node, key.node, value.node, *captures], product)
     labels = ("bh", "m", "d") if position == 0 else ("bh", "d", "m")
     return Site(
@@ -207,19 +218,30 @@ def _build(twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: in
     )
 
 
-def _heads(exprs: list[Expr], folded: Expr, shapes: Shapes) -> Expr:
-    """The smallest divisor by which the graph splits the folded batch axis; 1 if it never does."""
-    found = {
-        n.args[1]
-        for e in exprs
-        for n in walk(e)
-        if isinstance(n, Op) and n.head in ("floordiv", "mod") and n.args[0] is I
-    }
+def _indices(puller: Puller, start: tuple[Node, Index]) -> list[Expr]:
+    """Every index met on the way from an operand to its source."""
+    node, index = start
+    out = list(index)
+    while (step := puller.view(node, index)) is not None:
+        node, index = step
+        out += index
+    return out
+
+
+def _heads(groups: list[list[Expr]], folded: Expr, shapes: Shapes) -> Expr:
+    """The number of heads: the smallest divisor by which the graph splits the folded batch axis; 1 if it never does.
+
+    The query decides, then masks and biases; keys and values may be split further, into groups of heads.
+    """
     indexer = ix.Indexer({}, shapes.hints)
-    for divisor in sorted(found, key=lambda e: (indexer.hint(e), repr(e))):
-        parts = indexer._split(folded, divisor)
-        if parts is not None and parts[1] is ix.ZERO:
-            return divisor
+    for exprs in groups:
+        divisors = {
+            n.args[1] for e in exprs for n in walk(e) if isinstance(n, Op) and n.head in ("floordiv", "mod") and n.args[0] is I
+        }
+        for divisor in sorted(divisors, key=lambda e: (indexer.hint(e), repr(e))):
+            parts = indexer._split(folded, divisor)
+            if parts is not None and parts[1] is ix.ZERO:
+                return divisor
     return ix.ONE
 
 
@@ -390,8 +412,12 @@ def _factor(e: Expr) -> tuple[Expr | None, Expr | None]:
 def _operand(
     puller: Puller, start: tuple[Node, Index], sizes: dict[str, Expr], length: Expr, split: dict, indexer: ix.Indexer, what: str
 ) -> tuple[Operand, Expr, torch.dtype]:
-    """The operand nearest to its source that views alone can bring into shape."""
-    best: tuple[Operand, Expr, torch.dtype] | None = None
+    """The operand in as few steps as possible, from a tensor of the user's graph where there is one.
+
+    Of all tensors on the way to the source, the one with the fewest heads (before heads were repeated) wins, then the one
+    that needs the fewest views.
+    """
+    found: list[tuple[int, Operand, Expr, torch.dtype]] = []
     letters = {B: "b", H: "h", length: "l", D: "d"}
     indexer.sizes[D] = sizes["d"]
     node, index = start
@@ -399,21 +425,22 @@ def _operand(
     while True:
         positions = [indexer.renormalise(substitute(i, split)) for i in index]
         shape = list(puller.shapes.of(node))
-        found = as_operand(node, *_without_ones(shape, positions, sizes), letters, sizes)
-        if found is not None:
-            best = (*found, node.meta["val"].dtype)
+        reached = as_operand(node, *_without_ones(shape, positions), letters, sizes)
+        if reached is not None:
+            cost = len(reached[0].steps) + (0 if node in puller.defined else 3)
+            found.append((indexer.hint(reached[1]) * 100 + cost, *reached, node.meta["val"].dtype))
         step = puller.view(node, index)
         if step is None and table.name_of(node) in table.CASTS and _widens(node):
             step = (node.args[0], index)  # type: ignore[assignment]
         if step is None or node in puller.twin.stops:
             break
         node, index = step
-    if best is None:
+    if not found:
         raise Reject(Reason.OPERAND, start[0], what)
-    return best
+    return min(found, key=lambda f: f[0])[1:]
 
 
-def _without_ones(shape: list[Expr], positions: list[Expr], sizes: dict[str, Expr]) -> tuple[list[Expr], list[Expr]]:
+def _without_ones(shape: list[Expr], positions: list[Expr]) -> tuple[list[Expr], list[Expr]]:
     """Dimensions of size 1 are selected at 0; letters of size 1 come back by unsqueeze."""
     fixed = [ix.ZERO if s is ix.ONE else p for s, p in zip(shape, positions, strict=True)]
     return shape, fixed
@@ -438,12 +465,6 @@ def _common_dtype(dtypes: list[torch.dtype], node: Node) -> torch.dtype:
     if dtype not in DTYPES:
         raise Reject(Reason.DTYPE, node, str(dtype).removeprefix("torch."))
     return dtype
-
-
-def _check_head_dims(dims: dict[str, Expr], node: Node) -> None:
-    for d in (dims["D"], dims["DV"]):
-        if not isinstance(d, Const) or not 1 <= d.head <= MAX_HEAD_DIM:
-            raise Reject(Reason.HEAD_DIM, node, repr(d).replace("$", ""))
 
 
 def _check_devices(nodes: list[Node], node: Node) -> None:

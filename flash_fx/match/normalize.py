@@ -31,6 +31,22 @@ _LEAVES = frozenset({
 })  # fmt: skip
 
 
+def _baddbmm(bias: Any, left: Any, right: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    scores = torch.bmm(left, right)
+    scores = scores if alpha == 1 else scores * alpha
+    if beta == 0:
+        return scores  # bias is not read, it may be uninitialised memory
+    return scores + (bias if beta == 1 else bias * beta)
+
+
+def _mm(left: Any, right: Any) -> Any:
+    return torch.bmm(left.unsqueeze(0), right.unsqueeze(0)).squeeze(0)
+
+
+# Every matrix product that can be part of an attention becomes a bmm.
+_TO_BMM = {torch.ops.aten.baddbmm.default: _baddbmm, torch.ops.aten.mm.default: _mm}
+
+
 def leaf_value(*_: Any) -> None:
     """Stands in the twin for the result of a node that is not looked into. Never executed."""
     raise AssertionError("a twin graph is for reading only")
@@ -95,7 +111,8 @@ def make_twin(gm: GraphModule) -> Twin:
             return [compat.plain_tensor(r) for r in pytree.tree_leaves(result) if isinstance(r, torch.Tensor)]
 
     with mode, torch.no_grad(), compat.enable_python_dispatcher():
-        traced = compat.make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*map(_fresh, fakes))
+        make = compat.make_fx(run, decomposition_table=_TO_BMM, tracing_mode="real", _allow_non_fake_inputs=True)
+        traced = make(*map(_fresh, fakes))
     graph = traced.graph
     kept = set(graph.nodes)
     history = {u: [(t, n) for t, n in entries if n in kept] for u, entries in recorder.history.items()}
@@ -210,7 +227,8 @@ def _may_mutate(n: Node) -> bool:
     if isinstance(n.target, torch._ops.OpOverload):
         return n.target._schema.is_mutable
     name = getattr(n.target, "__name__", "")
-    inplace = n.kwargs.get("inplace") is True or (n.target in (F.dropout, F.relu) and True in n.args[2:])
+    inplace_at = {F.dropout: 3, F.relu: 1}.get(n.target, len(n.args))  # type: ignore[arg-type]
+    inplace = n.kwargs.get("inplace") is True or (inplace_at < len(n.args) and n.args[inplace_at] is True)
     return inplace or name in ("setitem", "copy_") or (name.endswith("_") and not name.endswith("__")) or (
         name.startswith("i") and n.target in _INPLACE_OPERATORS
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..score.expr import Const, Expr, Op, name
+from ..score.expr import Const, Expr, Op, name, walk
 from . import index as ix
 from .site import Operand
 
@@ -92,7 +92,7 @@ def _shifted(at: int, size: Expr, i: Expr, letters: dict, sizes: dict, steps: li
     """`m + start`: a slice."""
     for coordinate, letter in letters.items():
         start = ix.sub(i, coordinate)
-        if all(a not in letters and "$i" not in repr(a) for atoms in ix.to_poly(start) for a in atoms):
+        if not any(n in letters for n in walk(start)):
             stop = ix.add(start, sizes[letter])
             steps.append((aten.slice.Tensor, (at, start, stop)))
             return [_Axis([letter], [sizes[letter]])]

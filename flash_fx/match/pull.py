@@ -35,6 +35,7 @@ class Puller:
     def __init__(self, twin: Twin, shapes: Shapes, indexer: ix.Indexer, eager_capture: bool = False) -> None:
         self.twin, self.shapes, self.indexer = twin, shapes, indexer
         self.eager_capture = eager_capture  # capture whatever needs a gradient whole, instead of inlining it
+        self.defined = set(twin.defined())
         self.cone: set[Node] = set()
         self.ends: dict[Node, Callable[[Index], Expr]] = {}
         self.captures: list[Node] = []
@@ -343,6 +344,8 @@ class Puller:
             return compare(operation, *args) if kind != "float" else compare_float(operation, *args)  # type: ignore[arg-type]
         if how in ("bool", "only-bool"):
             return logical(operation, args)  # type: ignore[arg-type]
+        if operation == "add" and not kwargs and any(isinstance(a, Const) and a.head == 0 for a in args):
+            return args[0] if isinstance(args[1], Const) and args[1].head == 0 else args[1]
         try:
             return build(*args, **kwargs)
         except TypeError:  # a keyword this table does not know
@@ -471,9 +474,36 @@ def compare(operation: str, x: Expr, y: Expr) -> Expr:
         coefficient = difference.get((pivot,), 0)
         if abs(coefficient) == 1 and not any(pivot in atoms for atoms in difference if atoms != (pivot,)):
             rest = {k: -v * coefficient for k, v in difference.items() if k != (pivot,)}
-            flipped = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}.get(operation, operation)
-            return op(operation if coefficient == 1 else flipped, pivot, ix.from_poly(rest))
+            decided = _by_sign(operation if coefficient == 1 else _FLIPPED.get(operation, operation), rest)
+            if decided is not None:
+                return decided
+            operation, rest = _without_one(operation if coefficient == 1 else _FLIPPED.get(operation, operation), rest)
+            return op(operation, pivot, ix.from_poly(rest))
     return op(operation, x, y)
+
+
+_FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
+
+
+def _by_sign(operation: str, rest: ix.Poly) -> Expr | None:
+    """Indices are never negative, which decides comparisons with constants below zero."""
+    if any(atoms for atoms in rest):
+        return None
+    bound = rest.get((), 0)
+    if (operation == "ge" and bound <= 0) or (operation in ("gt", "ne") and bound < 0):
+        return TRUE
+    if (operation == "lt" and bound <= 0) or (operation in ("le", "eq") and bound < 0):
+        return FALSE
+    return None
+
+
+def _without_one(operation: str, rest: ix.Poly) -> tuple[str, ix.Poly]:
+    """`x < y + 1` is `x <= y`, and so on: the form without a constant is the one people write."""
+    constant = rest.get((), 0)
+    better = {("lt", 1): "le", ("ge", 1): "gt", ("gt", -1): "ge", ("le", -1): "lt"}.get((operation, constant))
+    if better is None or len(rest) == 1:
+        return operation, rest
+    return better, {k: v for k, v in rest.items() if k != ()}
 
 
 def compare_float(operation: str, x: Expr, y: Expr) -> Expr:

@@ -51,7 +51,7 @@ class Shapes:
             for a in e.args:
                 result = ix.add(result, self._convert(a))
             return result
-        if isinstance(e, sympy.Mul) and all(a.is_Integer or a.is_symbol or isinstance(a, (sympy.Add, sympy.Pow)) for a in e.args):
+        if isinstance(e, sympy.Mul):
             result = ix.ONE
             for a in e.args:
                 result = ix.mul(result, self._convert(a))

@@ -182,7 +182,7 @@ def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple:
         )
     )
     found = [next(grads) if n else None for n in needs]
-    return found[0], found[1], found[2], found[3:], None, None, None, None
+    return found[0], found[1], found[2], found[3:], [None] * len(ctx.sizes), None, None, None
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)

@@ -33,7 +33,7 @@ def evaluate(
     [1, 1, M, 1], [1, 1, 1, N]) or to a `range` with step 1 (captures are then sliced, not gathered), and `q_len`,
     `kv_len` to ints. Names the expression does not use may be absent. `sizes` are s0, s1, ...
     """
-    return _Evaluator(env, captures, sizes, compute_dtype).run(expr)
+    return Evaluator(env, captures, sizes, compute_dtype).run(expr)
 
 
 def evaluate_load(node: Load, env: Mapping[str, Tensor | range | int], capture: Tensor) -> Tensor | None:
@@ -92,7 +92,7 @@ def index_tensor(name: str, index: Tensor | range | int, device: torch.device) -
     return torch.arange(index.start, index.stop, index.step, device=device).view(shape)
 
 
-class _Evaluator:
+class Evaluator:
     """Values of all nodes of one evaluation; `run` may be called for several expressions that share nodes."""
 
     def __init__(
@@ -216,7 +216,7 @@ def reference(
     k, v = (t.to(compute_dtype).repeat_interleave(heads // kv_heads, 1) for t in (key, value))
     x = query.to(compute_dtype) @ k.transpose(-1, -2)
     env = {"score": x, "b": range(batch), "h": range(heads), "q_idx": range(rows), "kv_idx": range(keys)}
-    run = _Evaluator({**env, "q_len": rows, "kv_len": keys}, captures, sizes, compute_dtype).run
+    run = Evaluator({**env, "q_len": rows, "kv_len": keys}, captures, sizes, compute_dtype).run
     s = run(program.score).to(compute_dtype).expand(x.shape)
     if program.keep is not None:
         s = torch.where(run(program.keep), s, -torch.inf)

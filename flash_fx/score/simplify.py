@@ -64,7 +64,7 @@ def _xor(a: Number, b: Number) -> Number:
     return operator.xor(a, b)  # type: ignore[arg-type]
 
 
-_FOLD: dict[str, Callable[..., Number]] = {
+FOLD: dict[str, Callable[..., Number]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
     "floordiv": operator.floordiv, "mod": operator.mod,
     "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne,
@@ -78,7 +78,7 @@ _FOLD_INT_ONLY = frozenset({"floordiv", "mod", "and", "or", "xor", "not", "minim
 
 def _fold(operation: str, values: list[Number]) -> Number | None:
     """The constant result, None where float32 would round or torch and Python may differ."""
-    function = _FOLD.get(operation)
+    function = FOLD.get(operation)
     has_float = any(isinstance(v, float) for v in values)
     if function is None or (has_float and (operation in _FOLD_INT_ONLY or not all(_exact(v) for v in values))):
         return None

@@ -167,6 +167,8 @@ class _Emitter:
         return self.made[node]
 
     def _reemit(self, node: Node) -> Node:
+        if isinstance(node.meta.get("val"), torch.SymInt):
+            return self._dim(node.meta["val"])
         operation = table.name_of(node)
         integer = node.target in (operator.add, operator.mul, operator.sub, operator.floordiv, operator.mod)
         if node.op != "call_function" or node.target is leaf_value or not (operation in _REEMIT or integer):

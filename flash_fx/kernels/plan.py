@@ -1,0 +1,272 @@
+"""What each kernel template is filled with: which loops it needs, and the emitted text of each loop.
+
+A loop over tiles is split into phases: tiles that a mask cuts (head, tail), and the tiles between, where every
+position counts and no mask is computed. Each phase has its own text, because masked loads and `keep` belong to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..score.expr import SCORE, Const, Expr, Load, Name, Program, const, names_in
+from ..score.grad import derivative, loads_of
+from ..score.region import Region, kv_region, q_region
+from .emit import LN2, LOG2E, Emitter, Place, capture_parameters, literal, range_lines, size_parameters
+from .facts import is_tame, linear_scale
+from .spec import KernelSpec
+
+_ZERO = const(0.0)
+_INDICES = ("b", "h", "q_idx", "kv_idx")
+
+
+@dataclass
+class Phase:
+    """One loop: `for start in range(start, stop, BLOCK)`. Texts of values are names or literals; "" where absent."""
+
+    name: str
+    masked: bool
+    start: str
+    stop: str
+    only_ragged: bool = False  # skipped where the block divides the length
+    score: list[str] = field(default_factory=list)
+    s: str = ""
+    keep: list[str] = field(default_factory=list)
+    kept: str = ""
+    weight: list[str] = field(default_factory=list)
+    w: str = ""
+    slope: list[str] = field(default_factory=list)
+    dscore: str = ""
+    dload_score: str = ""
+    dload_weight: str = ""
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of one place where a capture is read: which of the four indices the element depends on."""
+
+    load: Load
+    axes: tuple[str, ...]  # subset of b, h, q_idx, kv_idx, in the order of the capture's dimensions
+
+    @property
+    def mode(self) -> str:
+        """Shape of what a program accumulates: a "tile" [M, N], a "row" [M] (also where neither varies), a "column"."""
+        if "kv_idx" not in self.axes:
+            return "row"
+        return "tile" if "q_idx" in self.axes else "column"
+
+
+def gradients_of(program: Program, capture: int) -> list[Gradient]:
+    """The places of score and weight through which the capture has a gradient.
+
+    Raises NotImplementedError where an index is neither constant nor one of four distinct names.
+    """
+    found = []
+    for node in loads_of(program, capture):
+        roots = [e for e in (program.score, program.weight) if e is not None]
+        if all(derivative(e, node) is _ZERO for e in roots):
+            continue
+        axes = tuple(i.head for i in node.args if isinstance(i, Name))
+        simple = all(isinstance(i, Const) or i.head in _INDICES for i in node.args) and len(set(axes)) == len(axes)
+        if not simple:
+            raise NotImplementedError(f"no gradient kernel for {node}: an index must be a constant or a distinct name")
+        found.append(Gradient(node, axes))
+    return found
+
+
+def can_differentiate(program: Program, capture: int) -> bool:
+    """Whether `backward` can compute the gradient of the capture. A sink's captures always can."""
+    try:
+        gradients_of(program, capture)
+    except NotImplementedError:
+        return False
+    return True
+
+
+# *** places ***
+
+_ROWS = Place(q="offs_m[:, None]", q_first="start_m", q_local="local_m[:, None]", q_mask="mask_m[:, None]")
+_COLUMNS = Place(kv="offs_n[:, None]", kv_first="start_n", kv_local="local_n[:, None]", kv_mask="mask_n[:, None]")
+_TILE_RANGE = {"q0": "start_m", "q1": "last_m", "k0": "start_n", "k1": "last_n"}
+
+
+def _query_major(masked: bool) -> Place:
+    """A tile [BLOCK_M, BLOCK_N] in a loop over keys."""
+    return replace(
+        _ROWS, score="qk", kv="offs_n[None, :]", kv_first="start_n", kv_local="local_n[None, :]",
+        kv_mask="mask_n[None, :]" if masked else "",
+    )  # fmt: skip
+
+
+def _key_major(masked: bool) -> Place:
+    """A tile [BLOCK_N, BLOCK_M] in a loop over queries."""
+    return replace(
+        _COLUMNS, score="qk", q="offs_m[None, :]", q_first="start_m", q_local="local_m[None, :]",
+        q_mask="mask_m[None, :]" if masked else "",
+    )  # fmt: skip
+
+
+# *** contexts ***
+
+
+def _common(spec: KernelSpec) -> dict[str, Any]:
+    program = spec.parsed
+    scale = linear_scale(program.score)
+    slope = derivative(program.score, SCORE)
+    return {
+        "spec": spec,
+        "captures": capture_parameters(spec),
+        "sizes": size_parameters(spec),
+        "drop": program.drop or 0.0,
+        "empty": program.empty is not None,
+        "has_sink": program.sink is not None,
+        "has_weight": program.weight is not None,
+        "linear": scale is not None,
+        "tame": is_tame(program.score),
+        "scale": repr(scale),
+        "scale2": repr((1.0 if scale is None else scale) * LOG2E),
+        "large": "32.0" if spec.dtype == "float32" else "256.0",
+        "slope_scale": literal(slope.head, "float") if isinstance(slope, Const) else "",
+        "LOG2E": repr(LOG2E),
+        "LN2": repr(LN2),
+        "widen": ".to(tl.float32)" if spec.widen else "",
+        "precision": f', input_precision="{spec.precision}"' if spec.precision else "",
+        "causal_like": _stops_late(kv_region(program)),
+    }
+
+
+def _stops_late(region: Region) -> bool:
+    """The last query tiles have the most keys, so they should start first."""
+    return region.hi is not None and "q1" in names_in(region.hi) and region.lo is None
+
+
+def _phases(program: Program, region: Region, axis: str) -> list[Phase]:
+    """The loops over `range_lines` of the region."""
+    if program.keep is None:
+        return [Phase("middle", False, "0", "full_hi"), Phase("tail", True, "full_hi", "hi", only_ragged=True)]
+    full_hi = region.full_hi
+    if isinstance(full_hi, Const) and full_hi.head <= 0:
+        return [Phase("all", True, "lo", "hi")]
+    head = [] if region.full_lo is None else [Phase("head", True, "lo", "tl.minimum(full_lo, hi)")]
+    return [*head, Phase("middle", False, "full_lo", "full_hi"), Phase("tail", True, "full_hi", "hi")]
+
+
+def _roots(program: Program, *more: Expr) -> list[Expr]:
+    return [e for e in (program.score, program.keep, program.weight, *more) if e is not None]
+
+
+def _fill(phase: Phase, e: Emitter, program: Program, linear: bool, slopes: dict[str, Expr]) -> None:
+    """Emits one phase. `slopes` maps dscore, dload_score, dload_weight to what a backward loop needs."""
+    if linear:
+        phase.s = "qk"
+    else:
+        phase.s = e.value(program.score, "float")
+        if "score" not in names_in(program.score):  # not a full tile of its own
+            phase.s = e.let(f"tl.zeros_like(qk) + {phase.s}")
+    phase.score = e.take()
+    if phase.masked and program.keep is not None:
+        phase.kept = e.value(program.keep, "bool")
+        phase.keep = e.take()
+    if program.weight is not None:
+        phase.w = e.value(program.weight, "float")
+        phase.weight = e.take()
+    for name, slope in slopes.items():
+        if slope is not _ZERO:
+            setattr(phase, name, e.value(slope, "float"))
+    phase.slope = e.take()
+
+
+def _over_keys(spec: KernelSpec, slopes: dict[str, Expr]) -> dict[str, Any]:
+    """Text of a program that owns a q tile and loops over kv tiles."""
+    program, region = spec.parsed, kv_region(spec.parsed)
+    outer = Emitter(spec, replace(_ROWS, extra=_TILE_RANGE))
+    outer.hoist(_roots(program, *slopes.values()), frozenset({"kv_idx", "score"}))
+    hoisted = outer.take()
+    bounds = range_lines(outer, region, "n")
+    phases = _phases(program, region, "n")
+    for phase in phases:
+        _fill(phase, Emitter(spec, _query_major(phase.masked), outer), program, _is_linear(program), slopes)
+    return {"hoisted": hoisted, "bounds": bounds, "phases": phases}
+
+
+def _over_queries(spec: KernelSpec, slopes: dict[str, Expr]) -> dict[str, Any]:
+    """Text of a program that owns a kv tile and loops over query heads, and in each over q tiles."""
+    program, region = spec.parsed, q_region(spec.parsed)
+    roots = _roots(program, *slopes.values())
+    outer = Emitter(spec, replace(_COLUMNS, extra=_TILE_RANGE))
+    outer.hoist(roots, frozenset({"q_idx", "score", "h"}))
+    bounds = range_lines(outer, region, "m")
+    per_head = Emitter(spec, _COLUMNS, outer)
+    per_head.hoist(roots, frozenset({"q_idx", "score"}))
+    phases = _phases(program, region, "m")
+    for phase in phases:
+        _fill(phase, Emitter(spec, _key_major(phase.masked), per_head), program, _is_linear(program), slopes)
+    return {"hoisted": [], "bounds": bounds, "per_head": per_head.take(), "phases": phases}
+
+
+def _one_tile(spec: KernelSpec, slopes: dict[str, Expr]) -> dict[str, Any]:
+    """Text of a program that owns one tile and loops over batches and heads."""
+    program = spec.parsed
+    outer = Emitter(spec, replace(_query_major(True), score="", extra=_TILE_RANGE))
+    outer.hoist(_roots(program, *slopes.values()), frozenset({"b", "h", "score"}))
+    hoisted = outer.take()
+    bounds = range_lines(outer, kv_region(program), "n")
+    phase = Phase("tile", True, "", "")
+    _fill(phase, Emitter(spec, _query_major(True), outer), program, _is_linear(program), slopes)
+    return {"hoisted": hoisted, "bounds": bounds, "phases": [phase]}
+
+
+def _is_linear(program: Program) -> bool:
+    return linear_scale(program.score) is not None
+
+
+def _sink(spec: KernelSpec) -> dict[str, Any]:
+    """The sink of every row of a q tile: [BLOCK_M, 1] or scalar."""
+    if spec.parsed.sink is None:
+        return {"sink_lines": [], "sink": ""}
+    e = Emitter(spec, _ROWS)
+    text = e.value(spec.parsed.sink, "float")
+    return {"sink_lines": e.take(), "sink": text}
+
+
+def forward_context(spec: KernelSpec) -> dict[str, Any]:
+    return {**_common(spec), **_over_keys(spec, {}), **_sink(spec)}
+
+
+def delta_context(spec: KernelSpec) -> dict[str, Any]:
+    plain = replace(spec, program=str(replace(spec.parsed, weight=None)))  # weights do not change the denominator
+    return {**_common(spec), **_over_keys(plain, {}), **_sink(spec)}
+
+
+def _score_slope(program: Program) -> dict[str, Expr]:
+    slope = derivative(program.score, SCORE)
+    return {} if isinstance(slope, Const) else {"dscore": slope}
+
+
+def backward_dq_context(spec: KernelSpec) -> dict[str, Any]:
+    return {**_common(spec), **_over_keys(spec, _score_slope(spec.parsed))}
+
+
+def backward_dkdv_context(spec: KernelSpec) -> dict[str, Any]:
+    return {**_common(spec), **_over_queries(spec, _score_slope(spec.parsed))}
+
+
+def backward_capture_context(spec: KernelSpec, gradient: Gradient) -> dict[str, Any]:
+    program = spec.parsed
+    slopes = {"dload_score": derivative(program.score, gradient.load)}
+    if program.weight is not None:
+        slopes["dload_weight"] = derivative(program.weight, gradient.load)
+    build = {"row": _over_keys, "column": _over_queries, "tile": _one_tile}[gradient.mode]
+    facts = {"mode": gradient.mode, "load": str(gradient.load)}
+    facts |= {f"has_{name}": axis in gradient.axes for name, axis in (("b", "b"), ("h", "h"))}
+    return {**_common(spec), **build(spec, slopes), **facts}
+
+
+CONTEXTS = {
+    "forward": forward_context,
+    "delta": delta_context,
+    "backward_dkdv": backward_dkdv_context,
+    "backward_dq": backward_dq_context,
+    "backward_capture": backward_capture_context,
+}
+

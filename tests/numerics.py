@@ -1,0 +1,41 @@
+"""Errors against a float64 truth, compared with the error that eager makes in the same dtype."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+FEW_EPS = 4
+
+
+def errors(ours: Tensor, golden: Tensor) -> tuple[float, float]:
+    """Greatest and mean absolute error; the tensors must agree on where they are not finite."""
+    difference = (ours.double() - golden).abs()
+    both = ~torch.isfinite(golden) & ((ours.isnan() & golden.isnan()) | (ours.double() == golden))
+    difference = difference.masked_fill(both, 0.0)
+    if difference.numel() == 0:
+        return 0.0, 0.0
+    return difference.nan_to_num(nan=math.inf, posinf=math.inf).max().item(), difference.mean().item()
+
+
+def check(name: str, ours: Tensor, eager: Tensor, golden: Tensor) -> list[str]:
+    """What is wrong with the tensor, nothing if it is within the budget: eager's own error or a few eps of the truth."""
+    if ours.shape != eager.shape or ours.dtype != eager.dtype:
+        return [f"{name}: {tuple(ours.shape)} {ours.dtype}, wanted {tuple(eager.shape)} {eager.dtype}"]
+    finite = golden[torch.isfinite(golden)].abs()
+    size = (finite.max().item(), finite.mean().item()) if finite.numel() else (0.0, 0.0)
+    problems = []
+    for kind, mine, theirs, scale in zip(("max", "mean"), errors(ours, golden), errors(eager, golden), size, strict=True):
+        budget = max(theirs, FEW_EPS * torch.finfo(ours.dtype).eps * scale)
+        if not mine <= budget:
+            problems.append(f"{name}: {kind} error {mine:.3e}, eager {theirs:.3e}, budget {budget:.3e}")
+    return problems
+
+
+def assert_within_budget(ours: Mapping[str, Tensor], eager: Mapping[str, Tensor], golden: Mapping[str, Tensor]) -> None:
+    """Every named tensor against eager in its dtype and against the float64 truth."""
+    problems = [p for name in golden for p in check(name, ours[name], eager[name], golden[name])]
+    assert not problems, "\n".join(problems)
