@@ -48,6 +48,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out [B, H, M, D] in the dtype of query, lse [B, H, M] float32 contiguous."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    query, key, value = (_rows(t) for t in (query, key, value))
     out, lse = kernel(query, key, value, 0.0, causal, scale=scale)
     out = out.transpose(1, 2).contiguous().transpose(1, 2) if bmhd else out.contiguous()
     return out, lse.to(torch.float32).contiguous()
@@ -60,5 +61,11 @@ def backward(
     """The needed gradients of query, key, value and captures; the program reads no capture, so theirs are none."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # the order that the kernel's forward writes
+    query, key, value, out = (_rows(t) for t in (query, key, value, out))
     grads = kernel(grad_out.contiguous(), query, key, value, out, lse, 0.0, causal, scale=scale)
     return [g for g, n in zip(grads, needs[:3], strict=True) if n]
+
+
+def _rows(t: Tensor) -> Tensor:
+    """The kernel reads rows of adjacent numbers and does not check."""
+    return t if t.stride(-1) == 1 else t.contiguous()

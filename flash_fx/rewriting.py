@@ -48,7 +48,7 @@ def _rewrite_one(gm: GraphModule) -> Report:
     except Exception as e:  # a user's model never fails because of us
         log.warning("flash_fx could not analyse a graph and left it alone: %s: %s", type(e).__name__, e)
         log.debug("analysis failed", exc_info=True)
-        return Report()
+        return Report([SiteReport("left", Reason.INTERNAL.code, f"{type(e).__name__}: {e}", "", "unknown:0", (), "unknown")])
     report = Report()
     fused: list[Found] = []
     for f in found:
@@ -69,6 +69,9 @@ def _apply(gm: GraphModule, twin: Twin, found: Found, fused: list[Found]) -> Sit
             return _describe_fused(twin, verdict)
         except Reject as r:
             verdict = r
+        except Exception as e:  # a user's model never fails because of us
+            log.warning("flash_fx left an attention alone: %s: %s", type(e).__name__, e)
+            verdict = Reject(Reason.INTERNAL, verdict.anchor, type(e).__name__)
     return _describe_left(twin, found, verdict)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from ..score.expr import SCORE, Const, Expr, Load, Op, walk
+from .spec import KernelSpec
 
 _SAFE_MAGNITUDE = 1e4  # lse + log(n) must keep the logarithm in float32
 _SAFE_OPS = frozenset(
@@ -58,3 +59,13 @@ def is_tame(score: Expr) -> bool:
         if isinstance(node, Op) and node.head not in _SAFE_OPS and node.head != "div":
             return False
     return True
+
+
+def needs_residual(spec: KernelSpec) -> bool:
+    """Whether exp(s - lse) may miss the softmax by the rounding of a large lse, see Note [Large scores] in `delta`.
+
+    In float32 that shows as soon as a score passes 100, which any input may bring about; 16-bit gradients only feel
+    scores that are not tame.
+    """
+    score = spec.parsed.score
+    return spec.dtype == "float32" or not (linear_scale(score) is not None or is_tame(score))

@@ -13,7 +13,7 @@ from ..score.expr import SCORE, Const, Expr, Load, Name, Program, const, names_i
 from ..score.grad import derivative, loads_of
 from ..score.region import Region, kv_region, q_region
 from .emit import LN2, LOG2E, Emitter, Place, capture_parameters, literal, range_lines, size_parameters
-from .facts import is_tame, linear_scale
+from .facts import is_tame, linear_scale, needs_residual
 from .spec import KernelSpec
 
 _ZERO = const(0.0)
@@ -28,7 +28,6 @@ class Phase:
     masked: bool
     start: str
     stop: str
-    only_ragged: bool = False  # skipped where the block divides the length
     score: list[str] = field(default_factory=list)
     s: str = ""
     keep: list[str] = field(default_factory=list)
@@ -122,7 +121,7 @@ def _common(spec: KernelSpec) -> dict[str, Any]:
         "has_sink": program.sink is not None,
         "has_weight": program.weight is not None,
         "linear": scale is not None,
-        "tame": is_tame(program.score),
+        "exact": scale is not None or is_tame(program.score),  # see Note [Large scores] in the templates
         "scale": repr(scale),
         "scale2": repr((1.0 if scale is None else scale) * LOG2E),
         "large": "32.0" if spec.dtype == "float32" else "256.0",
@@ -142,13 +141,15 @@ def _stops_late(region: Region) -> bool:
 
 def _phases(program: Program, region: Region, axis: str) -> list[Phase]:
     """The loops over `range_lines` of the region."""
+    ragged = f"full_hi if EVEN_{axis.upper()} else hi"  # the compiler drops a loop that ends where it starts
     if program.keep is None:
-        return [Phase("middle", False, "0", "full_hi"), Phase("tail", True, "full_hi", "hi", only_ragged=True)]
+        return [Phase("middle", False, "0", "full_hi"), Phase("tail", True, "full_hi", ragged)]
     full_hi = region.full_hi
     if isinstance(full_hi, Const) and full_hi.head <= 0:
         return [Phase("all", True, "lo", "hi")]
     head = [] if region.full_lo is None else [Phase("head", True, "lo", "tl.minimum(full_lo, hi)")]
-    return [*head, Phase("middle", False, "full_lo", "full_hi"), Phase("tail", True, "full_hi", "hi")]
+    end = ragged if region.full_hi is None else "hi"
+    return [*head, Phase("middle", False, "full_lo", "full_hi"), Phase("tail", True, "full_hi", end)]
 
 
 def _roots(program: Program, *more: Expr) -> list[Expr]:
@@ -176,7 +177,13 @@ def _fill(phase: Phase, e: Emitter, program: Program, linear: bool, slopes: dict
     phase.slope = e.take()
 
 
-def _over_keys(spec: KernelSpec, slopes: dict[str, Expr]) -> dict[str, Any]:
+def _backward(spec: KernelSpec) -> dict[str, Any]:
+    """In a backward kernel "exact" means that no residual is needed; a residual goes with scores in natural units."""
+    exact = not needs_residual(spec)
+    return {**_common(spec), "exact": exact, "linear": exact and _is_linear(spec.parsed)}
+
+
+def _over_keys(spec: KernelSpec, slopes: dict[str, Expr], linear: bool) -> dict[str, Any]:
     """Text of a program that owns a q tile and loops over kv tiles."""
     program, region = spec.parsed, kv_region(spec.parsed)
     outer = Emitter(spec, replace(_ROWS, extra=_TILE_RANGE))
@@ -185,11 +192,11 @@ def _over_keys(spec: KernelSpec, slopes: dict[str, Expr]) -> dict[str, Any]:
     bounds = range_lines(outer, region, "n")
     phases = _phases(program, region, "n")
     for phase in phases:
-        _fill(phase, Emitter(spec, _query_major(phase.masked), outer), program, _is_linear(program), slopes)
+        _fill(phase, Emitter(spec, _query_major(phase.masked), outer), program, linear, slopes)
     return {"hoisted": hoisted, "bounds": bounds, "phases": phases}
 
 
-def _over_queries(spec: KernelSpec, slopes: dict[str, Expr]) -> dict[str, Any]:
+def _over_queries(spec: KernelSpec, slopes: dict[str, Expr], linear: bool) -> dict[str, Any]:
     """Text of a program that owns a kv tile and loops over query heads, and in each over q tiles."""
     program, region = spec.parsed, q_region(spec.parsed)
     roots = _roots(program, *slopes.values())
@@ -200,11 +207,11 @@ def _over_queries(spec: KernelSpec, slopes: dict[str, Expr]) -> dict[str, Any]:
     per_head.hoist(roots, frozenset({"q_idx", "score"}))
     phases = _phases(program, region, "m")
     for phase in phases:
-        _fill(phase, Emitter(spec, _key_major(phase.masked), per_head), program, _is_linear(program), slopes)
+        _fill(phase, Emitter(spec, _key_major(phase.masked), per_head), program, linear, slopes)
     return {"hoisted": [], "bounds": bounds, "per_head": per_head.take(), "phases": phases}
 
 
-def _one_tile(spec: KernelSpec, slopes: dict[str, Expr]) -> dict[str, Any]:
+def _one_tile(spec: KernelSpec, slopes: dict[str, Expr], linear: bool) -> dict[str, Any]:
     """Text of a program that owns one tile and loops over batches and heads."""
     program = spec.parsed
     outer = Emitter(spec, replace(_query_major(True), score="", extra=_TILE_RANGE))
@@ -212,7 +219,7 @@ def _one_tile(spec: KernelSpec, slopes: dict[str, Expr]) -> dict[str, Any]:
     hoisted = outer.take()
     bounds = range_lines(outer, kv_region(program), "n")
     phase = Phase("tile", True, "", "")
-    _fill(phase, Emitter(spec, _query_major(True), outer), program, _is_linear(program), slopes)
+    _fill(phase, Emitter(spec, _query_major(True), outer), program, linear, slopes)
     return {"hoisted": hoisted, "bounds": bounds, "phases": [phase]}
 
 
@@ -230,12 +237,12 @@ def _sink(spec: KernelSpec) -> dict[str, Any]:
 
 
 def forward_context(spec: KernelSpec) -> dict[str, Any]:
-    return {**_common(spec), **_over_keys(spec, {}), **_sink(spec)}
+    return {**_common(spec), **_over_keys(spec, {}, _is_linear(spec.parsed)), **_sink(spec)}
 
 
 def delta_context(spec: KernelSpec) -> dict[str, Any]:
     plain = replace(spec, program=str(replace(spec.parsed, weight=None)))  # weights do not change the denominator
-    return {**_common(spec), **_over_keys(plain, {}), **_sink(spec)}
+    return {**_backward(spec), **_over_keys(plain, {}, linear=False), **_sink(spec)}
 
 
 def _score_slope(program: Program) -> dict[str, Expr]:
@@ -244,11 +251,13 @@ def _score_slope(program: Program) -> dict[str, Expr]:
 
 
 def backward_dq_context(spec: KernelSpec) -> dict[str, Any]:
-    return {**_common(spec), **_over_keys(spec, _score_slope(spec.parsed))}
+    common = _backward(spec)
+    return {**common, **_over_keys(spec, _score_slope(spec.parsed), common["linear"])}
 
 
 def backward_dkdv_context(spec: KernelSpec) -> dict[str, Any]:
-    return {**_common(spec), **_over_queries(spec, _score_slope(spec.parsed))}
+    common = _backward(spec)
+    return {**common, **_over_queries(spec, _score_slope(spec.parsed), common["linear"])}
 
 
 def backward_capture_context(spec: KernelSpec, gradient: Gradient) -> dict[str, Any]:
@@ -257,10 +266,17 @@ def backward_capture_context(spec: KernelSpec, gradient: Gradient) -> dict[str, 
     if program.weight is not None:
         slopes["dload_weight"] = derivative(program.weight, gradient.load)
     build = {"row": _over_keys, "column": _over_queries, "tile": _one_tile}[gradient.mode]
-    facts = {"mode": gradient.mode, "load": str(gradient.load)}
+    facts = {"mode": gradient.mode, "load": str(gradient.load), **_NOTATION[gradient.mode]}
     facts |= {f"has_{name}": axis in gradient.axes for name, axis in (("b", "b"), ("h", "h"))}
-    return {**_common(spec), **build(spec, slopes), **facts}
+    common = _backward(spec)
+    return {**common, **build(spec, slopes, common["linear"]), **facts}
 
+
+_NOTATION = {
+    "row": {"layout": "[B, H, M] float32", "notation": "Tiles are [BLOCK_M, BLOCK_N]."},
+    "column": {"layout": "[B, H, N] float32", "notation": "Tiles are [BLOCK_N, BLOCK_M]."},
+    "tile": {"layout": "[B or 1, H or 1, M, N] any dtype", "notation": "Tiles are [BLOCK_M, BLOCK_N]."},
+}
 
 CONTEXTS = {
     "forward": forward_context,

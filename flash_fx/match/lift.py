@@ -74,9 +74,12 @@ def _walk(
     m, n = (w_shape[1], w_shape[2]) if position == 0 else (w_shape[2], w_shape[1])
     d = _head_dim(_operands(score_product)[0], 2, product)
     _head_dim(values, 2 if position == 0 else 1, product)  # type: ignore[arg-type]
+    if n is ix.ONE:
+        raise Reject(Reason.ONE_KEY, anchor)
     sizes = {I: w_shape[0], M: m, N: n, D: d}
     indexer = ix.Indexer(sizes, shapes.hints)
     puller = Puller(twin, shapes, indexer, eager_capture)
+    puller.gradients = _wants_gradient(twin, puller.defined, product)
     found: dict[str, Index] = {}
 
     def at_softmax(index: Index) -> Expr:
@@ -101,7 +104,7 @@ def _walk(
             raise Reject(Reason.SCORE, score_product, "the scores are read at two places")
         return SCORE
 
-    puller.visited = set()
+    puller.visited, puller.weights = set(), False
     puller.ends = {score_product: at_scores}
     puller.cone = _between(score_product, anchor)
     score = puller.pull(anchor.args[0], found["softmax"])  # type: ignore[arg-type]
@@ -111,6 +114,14 @@ def _walk(
     empty = 0.0 if anchor.target is torch.ops.aten._safe_softmax.default else None
     covered |= puller.visited | {score_product}
     return _Lifted(puller, score, weight, pair["qk"].left, pair["qk"].right, (values, v_index), empty, covered)  # type: ignore[arg-type]
+
+
+def _wants_gradient(twin: Twin, defined: set[Node], product: Node) -> bool:
+    """Does eager differentiate the attention's result? (Not under no_grad.)"""
+    node = product
+    while node not in defined and len(node.users) == 1:
+        node = next(iter(node.users))
+    return node in twin.requires_grad
 
 
 def _operands(product: Node) -> tuple[Node, Node]:

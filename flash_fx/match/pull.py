@@ -36,6 +36,8 @@ class Puller:
         self.twin, self.shapes, self.indexer = twin, shapes, indexer
         self.eager_capture = eager_capture  # capture whatever needs a gradient whole, instead of inlining it
         self.defined = set(twin.defined())
+        self.weights = True  # in the first of the two walks: from the value product to the softmax
+        self.gradients = True  # False where eager differentiates nothing here
         self.cone: set[Node] = set()
         self.ends: dict[Node, Callable[[Index], Expr]] = {}
         self.captures: list[Node] = []
@@ -68,7 +70,7 @@ class Puller:
         if node in self.ends:
             return self.ends[node](index)
         if node in self.cone:
-            if node in self.twin.stops:
+            if self.gradients and node in self.twin.stops:
                 raise Reject(Reason.GRADIENT, node, f"at {_describe(node)}")
             self.visited.add(node)
         elif node in self.twin.stops:
@@ -377,7 +379,7 @@ class Puller:
     def _dropout(self, node: Node, index: Index) -> Expr | None:
         """The first result of native_dropout on the weights, as a factor `$drop` of known probability."""
         parent: Node = node.args[0]  # type: ignore[assignment]
-        if table.name_of(parent) != "native_dropout" or node.args[1] != 0 or parent not in self.cone:
+        if table.name_of(parent) != "native_dropout" or node.args[1] != 0 or parent not in self.cone or not self.weights:
             return None
         self.visited.add(parent)
         inner = self.pull(parent.args[0], index)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ there, so nothing is n x n before it must be. Everything is differentiable by au
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Union
 
 import torch
@@ -160,8 +161,6 @@ class Evaluator:
                 return args[0]
             if operation in _COUNTS:
                 args = [a.to(torch.int64) for a in args]
-        if operation == "sign" and args[0].dtype == torch.int64:
-            return torch.sign(args[0])
         if operation in _ROUNDING and not args[0].is_floating_point():
             return args[0]
         return _FUNCTIONS[operation](*args)
@@ -177,7 +176,7 @@ class Evaluator:
 
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div,
-    "floordiv": torch.floor_divide, "mod": torch.remainder, "pow": torch.pow, "neg": torch.neg,
+    "floordiv": partial(torch.div, rounding_mode="floor"), "mod": torch.remainder, "pow": torch.pow, "neg": torch.neg,
     "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge, "eq": torch.eq, "ne": torch.ne,
     "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor, "not": torch.bitwise_not,
     "minimum": torch.minimum, "maximum": torch.maximum,
@@ -228,7 +227,10 @@ def reference(
         p = p * drop_mask / (1.0 - program.drop)
     if program.weight is not None:
         p = p * run(program.weight)
-    return (p @ v).to(query.dtype), lse
+    out = p @ v
+    if keys == 0:  # the product over nothing is 0, the softmax over nothing NaN
+        out = torch.where(lse.isnan().unsqueeze(-1), torch.nan, out)
+    return out.to(query.dtype), lse
 
 
 def _softmax(s: Tensor, sink: Tensor | None, empty: float | None) -> tuple[Tensor, Tensor]:

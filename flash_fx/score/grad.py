@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 
 from .expr import ARITY, Expr, Load, Op, Program, const, op, walk
 from .simplify import make, simplify
@@ -18,6 +19,7 @@ from .simplify import make, simplify
 _ZERO, _ONE = const(0.0), const(1.0)
 
 
+@lru_cache(maxsize=1024)
 def derivative(expr: Expr, wrt: Expr) -> Expr:
     """d expr / d wrt, a float expression; `wrt` is SCORE or a Load node, compared by identity."""
     slopes: dict[int, Expr] = {}

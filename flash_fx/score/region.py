@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from .expr import (
     B, COMPARISONS, FALSE, H, KV, KV_LEN, Q, Q_LEN, SCORE, TRUE, Const, Expr, Load, Name, Op, Program, const, name, walk
@@ -42,11 +43,13 @@ class Region:
         return self.lo is not None or self.hi is not None
 
 
+@lru_cache(maxsize=512)
 def kv_region(program: Program) -> Region:
     """The keys of the query tile q0..q1."""
     return Region() if program.keep is None else _solve_kv().region(program.keep)
 
 
+@lru_cache(maxsize=512)
 def q_region(program: Program) -> Region:
     """The queries of the key tile k0..k1."""
     return Region() if program.keep is None else _solve_q().region(program.keep)
@@ -136,7 +139,7 @@ class _Set:
     sure: _Span
 
 
-_UNKNOWN = _Set(_ALL, _NOTHING)
+_EVERYTHING, _UNKNOWN = _Set(_ALL, _ALL), _Set(_ALL, _NOTHING)
 
 
 def _pick(operation: str, a: Expr | None, b: Expr | None) -> Expr | None:
@@ -162,9 +165,9 @@ def _hull(a: _Span, b: _Span) -> _Span:
 
 
 def _inner_join(a: _Span, b: _Span) -> _Span:
-    """An interval inside the union: the hull if the two touch, else `a`.
+    """An interval inside the union: the hull if the two touch, else the first that is not empty.
 
-    If one is empty and yet "touches", the hull is the other one, so this needs no test for emptiness.
+    If one is empty and yet "touches", the hull is the other one, so that needs no test of its own.
     """
     if a == _NOTHING or b == _NOTHING or a == b:
         return b if a == _NOTHING else a
@@ -172,17 +175,22 @@ def _inner_join(a: _Span, b: _Span) -> _Span:
     touch = make("and", _at_most(a.lo, b.hi), _at_most(b.lo, a.hi))
     if touch is TRUE:
         return hull
-    lo = a.lo if hull.lo is a.lo else make("where", touch, _or(hull.lo, -_FAR), _or(a.lo, -_FAR))
-    hi = a.hi if hull.hi is a.hi else make("where", touch, _or(hull.hi, _FAR), _or(a.hi, _FAR))
-    return _Span(lo, hi)
+    filled = TRUE if a.lo is None or a.hi is None else make("lt", a.lo, a.hi)
+    return _Span(
+        _choose(touch, hull.lo, _choose(filled, a.lo, b.lo, -_FAR), -_FAR),
+        _choose(touch, hull.hi, _choose(filled, a.hi, b.hi, _FAR), _FAR),
+    )
+
+
+def _choose(condition: Expr, then: Expr | None, other: Expr | None, unbounded: int) -> Expr | None:
+    if then is other:
+        return then
+    ends = (const(unbounded) if e is None else e for e in (then, other))
+    return make("where", condition, *ends)
 
 
 def _at_most(a: Expr | None, b: Expr | None) -> Expr:
     return TRUE if a is None or b is None else make("le", a, b)
-
-
-def _or(bound: Expr | None, otherwise: int) -> Expr:
-    return const(otherwise) if bound is None else bound
 
 
 # *** solving for one index ***
@@ -264,7 +272,7 @@ class _Solver:
 
     def _solve(self, node: Expr, holds: bool) -> _Set:
         if node in (TRUE, FALSE):
-            return _Set(_ALL, _ALL) if (node is TRUE) == holds else _Set(_NOTHING, _NOTHING)
+            return _EVERYTHING if (node is TRUE) == holds else _Set(_NOTHING, _NOTHING)
         if not isinstance(node, Op):
             return _UNKNOWN
         if node.head == "not":
@@ -274,11 +282,19 @@ class _Solver:
             return self._both(a, b) if (node.head == "and") == holds else self._either(a, b)
         if node.head == "where":
             condition, then, other = node.args
-            taken = self._both(self.solve(condition, True), self.solve(then, holds))
-            return self._either(taken, self._both(self.solve(condition, False), self.solve(other, holds)))
+            return self._where(condition, self.solve(then, holds), self.solve(other, holds))
         if node.head in COMPARISONS and all(known_kind(a) == "int" for a in node.args):
             return self._compare(node.head, *node.args, holds=holds)
         return _UNKNOWN
+
+    def _where(self, condition: Expr, then: _Set, other: _Set) -> _Set:
+        yes, no = self.solve(condition, True), self.solve(condition, False)
+        # c | (~c & x) is c | x, which is tighter when a tile is cut by c
+        if then == _EVERYTHING:
+            return self._either(yes, other)
+        if other == _EVERYTHING:
+            return self._either(no, then)
+        return self._either(self._both(yes, then), self._both(no, other))
 
     def _both(self, a: _Set, b: _Set) -> _Set:
         return _Set(_meet(a.may, b.may), _meet(a.sure, b.sure))
@@ -314,10 +330,15 @@ class _Solver:
         limit = (_floordiv(limit[0], abs(factor)), _floordiv(limit[1], abs(factor)))
         if factor < 0:  # -|f| * atom <= x  <=>  atom >= -(x // |f|)
             return self._at_least(atom, (_tidy(-limit[1]), _tidy(-limit[0])))
+        return self._below(atom, limit)
+
+    def _below(self, atom: Expr, limit: _Interval) -> _Set:
+        """Where atom <= limit."""
         if atom is self.index:
             return _Set(_Span(None, _tidy(limit[1] + 1)), _Span(None, _tidy(limit[0] + 1)))
-        if isinstance(atom, Op) and atom.head == "abs":
-            return self._both(*(self._solve_linear(_linear(a), limit) for a in (atom.args[0], -atom.args[0])))
+        if isinstance(atom, Op) and atom.head in ("abs", "minimum", "maximum"):
+            a, b = (self._solve_linear(_linear(x), limit) for x in _pair(atom))
+            return self._either(a, b) if atom.head == "minimum" else self._both(a, b)
         inner = _divided(atom)
         if inner is None:
             return _UNKNOWN
@@ -329,12 +350,16 @@ class _Solver:
         """Where atom >= limit."""
         if atom is self.index:
             return _Set(_Span(limit[0], None), _Span(limit[1], None))
+        if isinstance(atom, Op) and atom.head in ("abs", "minimum", "maximum"):
+            negated = (_tidy(-limit[1]), _tidy(-limit[0]))
+            a, b = (self._solve_linear(_linear(-x), negated) for x in _pair(atom))
+            return self._both(a, b) if atom.head == "minimum" else self._either(a, b)
         inner = _divided(atom)
         if inner is None:
             return _UNKNOWN
         node, divisor = inner  # node // d >= x  <=>  -node <= -(x * d)
-        low, high = (_tidy(-(x * divisor)) for x in limit)
-        return self._solve_linear(_linear(-node), (high, low))
+        high, low = (_tidy(-(x * divisor)) for x in limit)
+        return self._solve_linear(_linear(-node), (low, high))
 
     def _all_if(self, margin: Expr) -> _Span:
         """Everything where margin >= 0: a condition on the row alone."""
@@ -395,6 +420,12 @@ def _may_fail(nodes: list[Expr]) -> bool:
     """A division whose divisor is not a positive constant."""
     divisions = [n for n in nodes if isinstance(n, Op) and n.head in ("floordiv", "mod", "div")]
     return any(not isinstance(n.args[1], Const) or n.args[1].head <= 0 for n in divisions)
+
+
+def _pair(atom: Op) -> tuple[Expr, Expr]:
+    """The two sides of minimum and maximum; abs(a) is maximum(a, -a)."""
+    a = atom.args[0]
+    return (a, -a) if atom.head == "abs" else (a, atom.args[1])
 
 
 def _divided(atom: Expr) -> tuple[Expr, int] | None:

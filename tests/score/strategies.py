@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flash_fx.score.expr import (
-    B, COMPARISONS, H, KV, KV_LEN, Q, Q_LEN, SCORE, Expr, Program, const, load, name, op
+    B, COMPARISONS, H, KV, KV_LEN, Q, Q_LEN, SCORE, Const, Expr, Program, const, load, name, op
 )  # fmt: skip
 
 SHAPE = (2, 2, 3, 4)  # B, H, M, N of the environment
@@ -38,21 +38,40 @@ def environment(seed: int = 0) -> dict:
     return {"score": score, **ranges, "q_len": rows, "kv_len": keys}
 
 
-ints: st.SearchStrategy[Expr] = st.recursive(
+
+
+def opaque(strategy: st.SearchStrategy) -> st.SearchStrategy:
+    """The same strategy with a short repr: hypothesis warns of the long ones that nesting gives."""
+
+    @st.composite
+    def drawn(draw: st.DrawFn) -> object:
+        return draw(strategy)
+
+    return drawn()
+
+
+def negated(e: Expr) -> Expr:
+    """As the parser builds it: the minus of a literal is part of the literal."""
+    return const(-e.head) if isinstance(e, Const) and not isinstance(e.head, bool) else -e
+
+
+_ints: st.SearchStrategy[Expr] = st.recursive(
     st.sampled_from((B, H, Q, KV, Q_LEN, KV_LEN, name("s0"))) | st.integers(-3, 3).map(const),
     lambda sub: st.one_of(
         st.builds(op, st.sampled_from(("add", "sub", "mul", "minimum", "maximum")), sub, sub),
-        st.builds(op, st.sampled_from(("neg", "abs", "floor", "int")), sub),
+        st.builds(op, st.sampled_from(("abs", "floor", "int")), sub),
+        st.builds(negated, sub),
         st.builds(op, st.sampled_from(("floordiv", "mod")), sub, st.integers(1, 3).map(const)),
     ),
     max_leaves=5,
 )
+ints = opaque(_ints)
 floats_const = st.sampled_from((-2.0, -0.75, -0.0, 0.0, 0.1, 0.5, 1.0, 2.0, 3.0)).map(const)
 
 
 def bools_over(values: st.SearchStrategy[Expr]) -> st.SearchStrategy[Expr]:
     leaf = st.builds(op, st.sampled_from(sorted(COMPARISONS)), values, values)
-    return st.recursive(
+    return opaque(st.recursive(
         leaf | st.booleans().map(const) | st.just(load(3, B, Q, KV)),
         lambda sub: st.one_of(
             st.builds(op, st.sampled_from(("and", "or", "xor")), sub, sub),
@@ -60,30 +79,32 @@ def bools_over(values: st.SearchStrategy[Expr]) -> st.SearchStrategy[Expr]:
             st.builds(op, st.just("where"), sub, sub, sub),
         ),
         max_leaves=4,
-    )
+    ))  # fmt: skip
 
 
 def floats_over(unary: tuple[str, ...]) -> st.SearchStrategy[Expr]:
     """Float expressions; with `unary` from SMOOTH they and their slopes are finite."""
-    return st.recursive(
-        st.sampled_from((SCORE, SCORE, *LOADS)) | floats_const,
-        lambda sub: st.one_of(
+
+    def grow(inner: st.SearchStrategy[Expr]) -> st.SearchStrategy[Expr]:
+        sub = opaque(inner)
+        return opaque(st.one_of(
             st.builds(op, st.sampled_from(("add", "sub", "mul", "minimum", "maximum")), sub, sub | ints),
             st.builds(op, st.sampled_from(unary), sub),
-            st.builds(op, st.just("neg"), sub),
+            st.builds(negated, sub),
             st.builds(op, st.just("float"), sub | ints),
             st.builds(op, st.just("where"), bools_over(ints | sub), sub, sub | ints),
             st.builds(op, st.just("pow"), sub, st.integers(0, 3).map(const)),
             st.builds(op, st.just("div"), sub, st.sampled_from((0.5, 3.0, -4)).map(const)),
-        ),
-        max_leaves=6,
-    ).map(lambda e: op("float", e))
+        ))  # fmt: skip
+
+    leaf = st.sampled_from((SCORE, SCORE, *LOADS)) | floats_const
+    return opaque(st.recursive(leaf, grow, max_leaves=6).map(lambda e: op("float", e)))
 
 
 floats = floats_over(SMOOTH + KINKED + PARTIAL)
 tame_floats = floats_over(SMOOTH + KINKED)
 bools = bools_over(ints | floats)
-programs = st.builds(
+programs = opaque(st.builds(
     Program,
     score=floats,
     keep=st.none() | bools,
@@ -91,4 +112,4 @@ programs = st.builds(
     weight=st.none() | floats,
     drop=st.none() | st.sampled_from((0.0, 0.1, 0.5)),
     empty=st.none() | st.just(0.0),
-)
+))  # fmt: skip

@@ -1,0 +1,314 @@
+"""Runs the kernels of a program: forward and backward, the same two functions as in tiled.py.
+
+Works on CUDA/HIP/XPU tensors, on CPU tensors in Triton's interpreter, and under tracing with SymInt shapes, where each
+launch becomes a node of the traced graph (torch.library.wrap_triton).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..score.evaluate import evaluate
+from ..score.expr import Program, captures_in
+from .facts import needs_residual
+from .plan import Gradient, gradients_of
+from .render import load_kernel
+from .spec import CaptureFact, KernelSpec
+from .tiles import HOPPER_SHARED, Tile, padded, tile_for
+
+Size = Any  # int or torch.SymInt
+GROUP = 8  # batch-heads whose tiles alternate in a launch, where early tiles are heavier
+
+
+def interpreting() -> bool:
+    """Whether Triton runs kernels in its interpreter (TRITON_INTERPRET=1 at import)."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def make_spec(
+    query: Tensor, value: Tensor, captures: Sequence[Tensor], num_sizes: int, program: Program, precision: str | None = None
+) -> KernelSpec:
+    """The spec of the kernels for these operands. `precision` is for float32 and defaults to "ieee"."""
+    dtype = _name(query.dtype)
+    return KernelSpec(
+        program=str(program),
+        captures=tuple(CaptureFact(_name(c.dtype), c.dim()) for c in captures),
+        dtype=dtype,
+        d=int(query.shape[-1]),
+        dv=int(value.shape[-1]),
+        num_sizes=num_sizes,
+        precision=(precision or "ieee") if dtype == "float32" else None,
+        interpret=interpreting(),
+    )
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    captures: Sequence[Tensor],
+    sizes: Sequence[Size],
+    seed: Tensor | None,
+    program: Program,
+    bmhd: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """out [B, H, M, Dv] in the dtype of query, and lse [B, H, M] float32.
+
+    query [B, H, M, D], key [B, Hk, N, D], value [B, Hk, N, Dv], any strides; seed int64 [2] where the program drops.
+    out is contiguous, or with `bmhd` the transpose(1, 2) view of a contiguous [B, M, H, Dv].
+    """
+    run = _Run(query, key, value, captures, sizes, seed, program)
+    shape = (run.b, run.h, run.m, run.spec.dv)
+    out = query.new_empty((run.b, run.m, run.h, run.spec.dv)).transpose(1, 2) if bmhd else query.new_empty(shape)
+    lse = query.new_empty(shape[:3], dtype=torch.float32)
+    if _is_empty(run.b, run.h, run.m):
+        return out, lse
+    tile = run.tile("forward")
+    run.launch(
+        "forward", tile, run.b * run.h * cdiv(run.m, tile.block_m),
+        **run.operands, **run.captured, **run.lengths, **run.dims(tile), **run.seeded,
+        OUT=out, **strides("o", "bhmd", out), LSE=lse,
+    )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    captures: Sequence[Tensor],
+    sizes: Sequence[Size],
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    program: Program,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """Gradients of query, key, value and captures where `needs` is true, in order, in the input's dtype and shape.
+
+    grad_out [B, H, M, Dv] may have any strides, zeros included. Raises NotImplementedError for a capture that
+    `can_differentiate` refuses.
+    """
+    run = _Run(query, key, value, captures, sizes, seed, program)
+    rows = run.delta(grad_out, out, lse)
+    found: dict[int, Tensor] = {}
+    if needs[0]:
+        found[0] = run.dq(rows)
+    if needs[1] or needs[2]:
+        found[1], found[2] = run.dkdv(rows)
+    for c, capture in enumerate(captures):
+        if needs[3 + c]:
+            found[3 + c] = run.capture_gradient(c, capture, rows, lse)
+    return [found[i] for i, needed in enumerate(needs) if needed]
+
+
+class _Run:
+    """The operands of one call as keyword arguments of the kernels."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        captures: Sequence[Tensor],
+        sizes: Sequence[Size],
+        seed: Tensor | None,
+        program: Program,
+    ) -> None:
+        self.query, self.key, self.value = query, key, value
+        self.captures, self.sizes, self.program = captures, sizes, program
+        self.b, self.h, self.m, _ = query.shape
+        self.hk, self.n = key.shape[1], key.shape[2]
+        self.spec = _checked(make_spec(query, value, captures, len(sizes), program))
+        self.exact = not needs_residual(self.spec)
+        self.operands = {
+            "Q": query, "K": key, "V": value,
+            **strides("q", "bhmd", query), **strides("k", "bhnd", key), **strides("v", "bhnd", value),
+        }  # fmt: skip
+        self.captured = {f"C{i}": c for i, c in enumerate(captures)}
+        for i, c in enumerate(captures):
+            self.captured |= {f"stride_c{i}_{d}": s for d, s in enumerate(c.stride())}
+        self.lengths = {f"S{i}": s for i, s in enumerate(sizes)}
+        self.lengths |= {"H": self.h, "G": self.h // self.hk, "M": self.m, "N": self.n, "NUM_BH": self.b * self.h}
+        self.seeded = {"SEED": seed} if program.drop else {}
+
+    def tile(self, kind: str) -> Tile:
+        return tile_for(kind, self.spec, shared_memory(self.query.device))
+
+    def dims(self, tile: Tile) -> dict[str, Any]:
+        return {
+            "D": self.spec.d, "D_V": self.spec.dv, "BLOCK_D": padded(self.spec.d), "BLOCK_DV": padded(self.spec.dv),
+            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP": GROUP if self.program.keep is not None else 1,
+            "EVEN_M": divides(tile.block_m, self.m), "EVEN_N": divides(tile.block_n, self.n),
+        }  # fmt: skip
+
+    def launch(self, template: str, tile: Tile, programs: Size, *context: Any, **arguments: Any) -> None:
+        kernel = load_kernel(template, self.spec, *context)
+        if self.spec.interpret:
+            kernel[(programs,)](**arguments)
+        else:
+            traceable = torch.library.wrap_triton(kernel)
+            traceable[(programs,)](**arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
+
+    # *** backward passes ***
+
+    def delta(self, grad_out: Tensor, out: Tensor, lse: Tensor) -> dict[str, Any]:
+        """Arguments that all backward kernels share: the rows, and grad_out."""
+        lse = lse.contiguous()
+        delta = torch.empty_like(lse)
+        rows = {"DO": grad_out, **strides("g", "bhmd", grad_out), "DELTA": delta}
+        more: dict[str, Any] = {}
+        tile = self.tile("delta")
+        dims = self.dims(tile)
+        arguments = {k: dims[k] for k in ("D_V", "BLOCK_DV", "BLOCK_M", "EVEN_M")}
+        arguments |= {k: self.lengths[k] for k in ("H", "M", "NUM_BH")}
+        if not self.exact:
+            more = {"LSE": lse, "RESIDUAL": torch.empty_like(lse), **self.captured}
+            arguments |= {k: v for k, v in self.operands.items() if k in ("Q", "K") or k.startswith(("stride_q", "stride_k"))}
+            arguments |= {k: dims[k] for k in ("D", "BLOCK_D", "BLOCK_N", "EVEN_N")} | self.lengths
+        if not _is_empty(self.b, self.h, self.m):
+            self.launch(
+                "delta", tile, self.b * self.h * cdiv(self.m, tile.block_m),
+                **rows, **more, **arguments, OUT=out, **strides("o", "bhmd", out),
+            )  # fmt: skip
+        return {**rows, **self.operands, **self.captured, **self.lengths, **self.seeded, **more, "LSE": lse}
+
+    def dq(self, rows: dict[str, Any]) -> Tensor:
+        dq = torch.empty_like(self.query)
+        if _is_empty(self.b, self.h, self.m):
+            return dq
+        tile = self.tile("backward_dq")
+        self.launch(
+            "backward_dq", tile, self.b * self.h * cdiv(self.m, tile.block_m),
+            **rows, **self.dims(tile), DQ=dq, **strides("dq", "bhmd", dq),
+        )  # fmt: skip
+        return dq
+
+    def dkdv(self, rows: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        dk, dv = torch.empty_like(self.key), torch.empty_like(self.value)
+        if _is_empty(self.b, self.h, self.n):
+            return dk, dv
+        tile = self.tile("backward_dkdv")
+        rows = {**rows, "NUM_BK": self.b * self.hk}
+        del rows["NUM_BH"]
+        self.launch(
+            "backward_dkdv", tile, self.b * self.hk * cdiv(self.n, tile.block_n),
+            **rows, **self.dims(tile), DK=dk, **strides("dk", "bhnd", dk), DV=dv, **strides("dv", "bhnd", dv),
+        )  # fmt: skip
+        return dk, dv
+
+    def capture_gradient(self, number: int, capture: Tensor, rows: dict[str, Any], lse: Tensor) -> Tensor:
+        """The sum over all places where the capture is read, in its dtype."""
+        gradients = gradients_of(self.program, number)
+        in_sink = self.program.sink is not None and number in captures_in(self.program.sink)
+        if len(gradients) == 1 and not in_sink and _covers(gradients[0]):
+            partial = self._partial(gradients[0], rows, capture.dtype)
+            return _reduce(partial, gradients[0], capture).to(capture.dtype)
+        total = capture.new_zeros(capture.shape, dtype=torch.float32)
+        for gradient in gradients:
+            partial = _reduce(self._partial(gradient, rows, torch.float32), gradient, capture)
+            _place(total, gradient).add_(partial)
+        if in_sink:
+            total += self._sink_gradient(number, capture, rows["DELTA"], lse)
+        return total.to(capture.dtype)
+
+    def _partial(self, gradient: Gradient, rows: dict[str, Any], dtype: torch.dtype) -> Tensor:
+        """[B, H, M, N] with size 1 where summed: b and h are left for `_reduce` unless both q_idx and kv_idx vary."""
+        tile = self.tile("backward_capture")
+        tiles_m, tiles_n = cdiv(self.m, tile.block_m), cdiv(self.n, tile.block_n)
+        b, h = self.b, self.h
+        if gradient.mode == "tile":
+            b, h = (size if name in gradient.axes else 1 for name, size in (("b", b), ("h", h)))
+            grad = self.query.new_empty((b, h, self.m, self.n), dtype=dtype)
+            programs = b * h * tiles_m * tiles_n
+        elif gradient.mode == "row":
+            grad = self.query.new_empty((b, h, self.m, 1), dtype=torch.float32)
+            programs = b * h * tiles_m
+        else:
+            grad = self.query.new_empty((b, h, 1, self.n), dtype=torch.float32)
+            programs = b * h * tiles_n
+        if _is_empty(self.b, self.h, self.m, self.n):
+            return grad.zero_()
+        self.launch("backward_capture", tile, programs, gradient, **rows, **self.dims(tile), GRAD=grad)
+        return grad
+
+    def _sink_gradient(self, number: int, capture: Tensor, delta: Tensor, lse: Tensor) -> Tensor:
+        """dsink = -exp(sink - lse) * delta, through the sink's expression by autograd: [B, H, M] at most."""
+        env = {"b": range(self.b), "h": range(self.h), "q_idx": range(self.m), "q_len": self.m, "kv_len": self.n}
+        with torch.enable_grad():
+            leaf = capture.detach().to(torch.float32).requires_grad_()
+            captures = [leaf if i == number else c for i, c in enumerate(self.captures)]
+            assert self.program.sink is not None
+            sink = evaluate(self.program.sink, env, captures, self.sizes).expand(self.b, self.h, self.m, 1)
+            slope = -torch.exp(sink.detach().squeeze(-1) - lse) * delta
+            if self.program.empty is not None:
+                slope = torch.where(lse == -torch.inf, 0.0, slope)
+            return torch.autograd.grad(sink, leaf, slope.unsqueeze(-1))[0]
+
+
+def _covers(gradient: Gradient) -> bool:
+    """Every element of the capture is read: no constant index, which may leave others out."""
+    return len(gradient.axes) == len(gradient.load.args)
+
+
+def _reduce(partial: Tensor, gradient: Gradient, capture: Tensor) -> Tensor:
+    """From [B, H, M, N] to the dimensions of the capture that are not indexed by a constant, in their order."""
+    order = [("b", "h", "q_idx", "kv_idx").index(a) for a in gradient.axes]
+    rest = [i for i in range(4) if i not in order]
+    partial = partial.sum(rest, keepdim=True) if rest else partial
+    return partial.permute(order + rest).reshape([partial.shape[i] for i in order])
+
+
+def _place(total: Tensor, gradient: Gradient) -> Tensor:
+    """The part of the capture's gradient that the load reads, as a view."""
+    for dim in reversed(range(len(gradient.load.args))):
+        index = gradient.load.args[dim]
+        if type(index).__name__ == "Const":
+            total = total.select(dim, index.head)
+    return total
+
+
+def strides(letter: str, axes: str, tensor: Tensor) -> dict[str, Size]:
+    """{"stride_qb": ..., ...}"""
+    return {f"stride_{letter}{a}": s for a, s in zip(axes, tensor.stride(), strict=True)}
+
+
+def cdiv(a: Size, b: int) -> Size:
+    return (a + b - 1) // b
+
+
+def divides(block: int, length: Size) -> bool:
+    """Known to divide; a symbolic length counts as ragged, which is right for every length."""
+    return isinstance(length, int) and length % block == 0
+
+
+def _is_empty(*sizes: Size) -> bool:
+    return any(isinstance(s, int) and s == 0 for s in sizes)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@lru_cache(maxsize=None)
+def _checked(spec: KernelSpec) -> KernelSpec:
+    """One object per distinct spec, so that its parsed program is shared."""
+    return replace(spec)
+
+
+@lru_cache(maxsize=None)
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return HOPPER_SHARED
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 0) or (64 * 1024 if torch.version.hip else 99 * 1024)

@@ -1,0 +1,103 @@
+"""Tile sizes: a table by kernel, dtype and head dim, made to fit the shared memory at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from .spec import KernelSpec
+
+HOPPER_SHARED = 227 * 1024
+_OVERRIDE: list[Tile] = []
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One program's BLOCK_M queries by BLOCK_N keys, and how it is run."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@contextmanager
+def override(tile: Tile) -> Iterator[None]:
+    """Every kernel launched inside uses this tile."""
+    _OVERRIDE.append(tile)
+    try:
+        yield
+    finally:
+        _OVERRIDE.pop()
+
+
+def padded(d: int) -> int:
+    """The smallest power of two that tl.dot takes and that holds the head dim."""
+    return max(16, 1 << (d - 1).bit_length())
+
+
+# kind -> rows of (greatest padded head dim, tile); 16-bit operands. Registers per thread, Hopper:
+# forward ~ 1.5 * BM * BN / T + BM * D / T + 60, dkdv ~ 2 * BM * BN / T + 2 * BN * D / T + 50, with T = 32 * warps.
+_HALF = {
+    "forward": [(64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 4, 2))],
+    "backward_dkdv": [(64, Tile(64, 128, 8, 2)), (128, Tile(64, 128, 8, 1)), (256, Tile(64, 64, 8, 1))],
+    "backward_dq": [(64, Tile(128, 64, 8, 2)), (128, Tile(128, 64, 8, 2)), (256, Tile(64, 64, 8, 1))],
+    "backward_capture": [(64, Tile(64, 64, 4, 1)), (128, Tile(64, 64, 4, 1)), (256, Tile(64, 64, 8, 1))],
+    "delta": [(64, Tile(64, 64, 4, 2)), (128, Tile(64, 64, 4, 2)), (256, Tile(64, 32, 4, 1))],
+}
+# float32 with "ieee" dots runs on the ordinary units: everything must stay in registers
+_FULL = {
+    "forward": [(64, Tile(32, 32, 4, 2)), (128, Tile(32, 32, 8, 1)), (256, Tile(16, 32, 8, 1))],
+    "backward_dkdv": [(64, Tile(32, 32, 8, 1)), (128, Tile(32, 32, 8, 1)), (256, Tile(16, 16, 8, 1))],
+    "backward_dq": [(64, Tile(32, 32, 8, 1)), (128, Tile(32, 32, 8, 1)), (256, Tile(16, 16, 8, 1))],
+    "backward_capture": [(64, Tile(32, 32, 8, 1)), (128, Tile(32, 32, 8, 1)), (256, Tile(16, 16, 8, 1))],
+    "delta": [(64, Tile(32, 32, 4, 1)), (128, Tile(32, 32, 8, 1)), (256, Tile(16, 16, 8, 1))],
+}
+# float32 with tensor-core dots of reduced precision
+_TF32 = {
+    "forward": [(64, Tile(64, 64, 4, 2)), (128, Tile(64, 32, 4, 2)), (256, Tile(32, 32, 4, 1))],
+    "backward_dkdv": [(64, Tile(64, 64, 8, 1)), (128, Tile(32, 64, 8, 1)), (256, Tile(32, 32, 8, 1))],
+    "backward_dq": [(64, Tile(64, 64, 8, 1)), (128, Tile(64, 32, 8, 1)), (256, Tile(32, 32, 8, 1))],
+    "backward_capture": [(64, Tile(64, 64, 8, 1)), (128, Tile(32, 32, 4, 1)), (256, Tile(32, 32, 8, 1))],
+    "delta": [(64, Tile(64, 64, 4, 1)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1))],
+}
+
+
+def tile_for(kind: str, spec: KernelSpec, shared_limit: int = HOPPER_SHARED) -> Tile:
+    """The tile of a kernel on a device with `shared_limit` bytes of shared memory per program."""
+    if _OVERRIDE:
+        return _OVERRIDE[-1]
+    if spec.interpret:
+        return Tile(32, 32, 4, 1)
+    table = _HALF if spec.dtype != "float32" else _FULL if spec.precision == "ieee" else _TF32
+    width = padded(max(spec.d, spec.dv))
+    tile = next(t for greatest, t in table[kind] if width <= greatest)
+    return fit(kind, spec, tile, shared_limit)
+
+
+def fit(kind: str, spec: KernelSpec, tile: Tile, shared_limit: int) -> Tile:
+    """Fewer stages, then smaller blocks, until the estimate fits."""
+    while shared_bytes(kind, spec, tile) > shared_limit:
+        if tile.num_stages > 1:
+            tile = replace(tile, num_stages=tile.num_stages - 1)
+        elif tile.block_n > 16:
+            tile = replace(tile, block_n=tile.block_n // 2)
+        elif tile.block_m > 16:
+            tile = replace(tile, block_m=tile.block_m // 2)
+        else:
+            break
+    return tile
+
+
+def shared_bytes(kind: str, spec: KernelSpec, tile: Tile) -> int:
+    """Estimate: what stays for the whole loop, what each stage of the loop loads, and one score tile."""
+    size = 4 if spec.dtype == "float32" else 2
+    both = padded(spec.d) + padded(spec.dv)
+    score = tile.block_m * tile.block_n
+    loads = sum(2 if c.dtype.endswith("16") else 4 for c in spec.captures if c.ndim >= 2) * score
+    if kind == "backward_dkdv":
+        stay, step = tile.block_n * both, tile.block_m * both
+    else:
+        stay, step = tile.block_m * (padded(spec.d) if kind == "forward" else both), tile.block_n * both
+    return size * (stay + max(1, tile.num_stages - 1) * step + (0 if kind == "forward" else score)) + loads

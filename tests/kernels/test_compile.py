@@ -1,0 +1,58 @@
+"""Every kernel compiles for four targets with no GPU, and the main ones keep to their registers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).resolve().parents[2]
+CAUSAL = "score = score * 0.125; keep = kv_idx <= q_idx"
+BIAS = "score = tanh(score * 0.01) * 50.0 + c0[h, q_idx, kv_idx]; keep = c1[b, kv_idx] & (kv_idx <= q_idx); sink = c2[h]"
+FACTS = [["bfloat16", 3], ["bool", 2], ["float32", 1]]
+DROP = "score = score * 0.125; drop = 0.1; weight = c2[h]"
+KERNELS = ["forward", "delta", "backward_dkdv", "backward_dq"]
+TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
+
+JOBS: dict[str, list] = {}
+for target in TARGETS:
+    for kernel in KERNELS:
+        JOBS[f"{target} causal {kernel}"] = [kernel, CAUSAL, [], "bfloat16", 64, target]
+for kernel in [*KERNELS, "backward_capture"]:
+    JOBS[f"sm_90 bias {kernel}"] = [kernel, BIAS, FACTS, "bfloat16", 64, "sm_90"]
+for kernel in KERNELS:
+    JOBS[f"sm_90 dropout {kernel}"] = [kernel, DROP, FACTS, "float16", 128, "sm_90"]
+JOBS["sm_90 float32 forward"] = ["forward", CAUSAL, [], "float32", 64, "sm_90"]
+JOBS["sm_90 column backward_capture"] = ["backward_capture", "score = score + c0[b, kv_idx]", [["float32", 2]], "bfloat16", 64, "sm_90"]
+JOBS["sm_90 row backward_capture"] = ["backward_capture", "score = score * c0[h]", [["float32", 1]], "bfloat16", 64, "sm_90"]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    environment.setdefault("FLASH_FX_CACHE_DIR", str(tmp_path_factory.mktemp("rendered")))
+    jobs = [[name, *job] for name, job in JOBS.items()]
+    script = str(Path(__file__).with_name("compile_without_gpu.py"))
+    halves = [subprocess.Popen([sys.executable, script, json.dumps(half)], env=environment, stdout=subprocess.PIPE, text=True)
+              for half in (jobs[::2], jobs[1::2])]  # fmt: skip
+    answer: dict[str, dict] = {}
+    for process in halves:
+        answer |= json.loads(process.communicate(timeout=600)[0])
+    return answer
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_compiles(compiled: dict[str, dict], name: str) -> None:
+    assert "error" not in compiled[name], compiled[name]["error"]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_hopper_does_not_spill(compiled: dict[str, dict], kernel: str) -> None:
+    assert compiled[f"sm_90 causal {kernel}"]["spill_bytes"] <= 32, compiled[f"sm_90 causal {kernel}"]

@@ -1,0 +1,312 @@
+"""Forward and every gradient of the real kernels, in Triton's interpreter, against float64 autograd.
+
+Budget: error of the kernel <= error of eager in the same dtype + a few roundings of the largest value.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1: run `pytest tests/kernels` on its own", allow_module_level=True)
+pytest.importorskip("triton")
+
+from flash_fx.kernels import launch, tiles
+from flash_fx.kernels.tiles import Tile
+from flash_fx.score.evaluate import reference
+from flash_fx.score.text import parse
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy: inf - inf
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.skipif(not launch.interpreting(), reason="Triton was imported before TRITON_INTERPRET=1 was set"),
+]
+SMALL = Tile(16, 16, 4, 1)
+assert sys.version_info >= (3, 10)
+
+
+@dataclass(frozen=True)
+class Shape:
+    b: int = 2
+    h: int = 2
+    hk: int = 2
+    m: int = 17
+    n: int = 33
+    d: int = 16
+    dv: int = 16
+
+
+def operands(shape: Shape, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    """query, key, value, grad_out."""
+    g = torch.Generator().manual_seed(seed)
+    sizes = [
+        (shape.b, shape.h, shape.m, shape.d), (shape.b, shape.hk, shape.n, shape.d),
+        (shape.b, shape.hk, shape.n, shape.dv), (shape.b, shape.h, shape.m, shape.dv),
+    ]  # fmt: skip
+    return [torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in sizes]
+
+
+def kernels(tensors: Sequence[Tensor], captures: Sequence[Tensor], sizes: Sequence[int], program, seed=None, bmhd=False):
+    """[out, lse, dq, dk, dv, gradient of each float capture]"""
+    q, k, v, g = tensors
+    out, lse = launch.forward(q, k, v, captures, sizes, seed, program, bmhd)
+    needs = [True] * 3 + [c.is_floating_point() for c in captures]
+    return [out, lse, *launch.backward(g, q, k, v, captures, sizes, seed, out, lse, program, needs)]
+
+
+def autograd(tensors: Sequence[Tensor], captures, sizes, program, dtype: torch.dtype, drop_mask=None):
+    *ins, g = (t.detach().to(dtype).requires_grad_() for t in tensors)
+    captures = [c.detach().to(dtype).requires_grad_() if c.is_floating_point() else c for c in captures]
+    leaves = [*ins, *(c for c in captures if c.requires_grad)]
+    out, lse = reference(*ins, captures, sizes, program, drop_mask=drop_mask)
+    grads = torch.autograd.grad(out, leaves, g.detach(), allow_unused=True)
+    return [out, lse, *(torch.zeros_like(t) if x is None else x for x, t in zip(grads, leaves))]
+
+
+def compare(ours: list[Tensor], eager: list[Tensor], golden: list[Tensor], dtype: torch.dtype) -> None:
+    names = ["out", "lse", "dq", "dk", "dv", *(f"dc{i}" for i in range(len(ours)))]
+    big = golden[1][golden[1].isfinite()].abs().amax().item() if golden[1].isfinite().any() else 0.0
+    for name, a, b, c in zip(names, ours, eager, golden):
+        assert a.shape == c.shape, f"{name}: shape {tuple(a.shape)}, expected {tuple(c.shape)}"
+        assert torch.equal(a.isnan(), c.isnan()), f"{name}: {int(a.isnan().sum())} NaN, expected {int(c.isnan().sum())}"
+        if a.numel() == 0:
+            continue
+        a, b, c = (torch.nan_to_num(t.detach().double()) for t in (a, b, c))
+        error, allowed = (a - c).abs().max().item(), (b - c).abs().max().item()
+        eps = torch.finfo(torch.float32 if name == "lse" else dtype).eps
+        # summation orders differ by a rounding of the score; ds = p * (dp - delta) cancels, so at least of 1
+        rounding = eps * max(c.abs().max().item(), 1.0) * (16.0 if dtype == torch.float32 else 2.0)
+        if dtype == torch.float32 and big < 1e6:
+            rounding *= 1.0 + big / 16.0
+        assert error <= allowed + rounding, f"{name}: error {error:.2e}, eager {allowed:.2e} + rounding {rounding:.2e}"
+
+
+def check(text: str, captures: Sequence[Tensor] = (), shape: Shape = Shape(), dtype=torch.float32, sizes=(), tile=SMALL):
+    program, tensors = parse(text), operands(shape, dtype)
+    with tiles.override(tile):
+        ours = kernels(tensors, captures, sizes, program)
+    compare(
+        ours, autograd(tensors, captures, sizes, program, dtype),
+        autograd(tensors, captures, sizes, program, torch.float64), dtype,
+    )  # fmt: skip
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def keep(p: float, *shape: int) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(sum(shape))) < p
+
+
+MASKS = {
+    "none": "score = score * 0.25",
+    "causal": "score = score * 0.25; keep = kv_idx <= q_idx",
+    "bottom right": "score = score * 0.25; keep = kv_idx <= q_idx + (kv_len - q_len)",
+    "strict": "score = score * 0.25; keep = kv_idx < q_idx + 3",
+    "window": "score = score * 0.25; keep = (kv_idx <= q_idx + 16) & (q_idx + 16 - kv_idx < 9)",
+    "prefix": "score = score * 0.25; keep = (kv_idx <= q_idx) | (kv_idx < s0)",
+    "reversed": "score = score * 0.25; keep = kv_idx >= q_idx",
+    "length": "score = score * 0.25; keep = kv_idx < s0",
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(mask: str) -> None:
+    check(MASKS[mask], shape=Shape(h=4, d=8, dv=20), sizes=[7])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_half(mask: str, dtype: torch.dtype) -> None:
+    check(MASKS[mask], shape=Shape(b=1, h=2, hk=1, m=33), dtype=dtype)
+
+
+@pytest.mark.parametrize("m, n", [(1, 1), (1, 17), (15, 15), (16, 16), (16, 32), (17, 17), (17, 1), (33, 15)])
+def test_sizes_around_tile_edges(m: int, n: int) -> None:
+    check("score = score * 0.3", shape=Shape(b=1, m=m, n=n, d=20))
+    if m <= n:
+        check("score = score * 0.3; keep = kv_idx <= q_idx + (kv_len - q_len)", shape=Shape(b=1, m=m, n=n, d=20))
+
+
+@pytest.mark.parametrize("d, dv", [(1, 3), (8, 64), (20, 20), (64, 8)])
+def test_head_dims(d: int, dv: int) -> None:
+    check(MASKS["causal"], shape=Shape(b=1, d=d, dv=dv))
+
+
+@pytest.mark.parametrize("h, hk", [(4, 1), (6, 2)])
+def test_grouped_heads(h: int, hk: int) -> None:
+    check(MASKS["causal"], shape=Shape(b=1, h=h, hk=hk))
+    check("score = score + c0[h, q_idx, kv_idx]", [randn(h, 17, 33)], Shape(b=1, h=h, hk=hk))
+
+
+def test_tile_shapes_differ() -> None:
+    check(MASKS["causal"], shape=Shape(m=70, n=70), tile=Tile(32, 16, 4, 1))
+    check(MASKS["window"], shape=Shape(m=70, n=70), tile=Tile(16, 64, 4, 1))
+
+
+BIASES = {
+    "b, h, q_idx, kv_idx": (2, 2, 17, 33), "h, q_idx, kv_idx": (2, 17, 33), "b, 0, q_idx, kv_idx": (2, 1, 17, 33),
+    "q_idx, kv_idx": (17, 33), "kv_idx, q_idx": (33, 17), "b, kv_idx": (2, 33), "kv_idx": (33,), "h, q_idx": (2, 17),
+    "b, h, q_idx, 0": (2, 2, 17, 1), "h": (2,), "b": (2,), "": (), "0, 1, q_idx, kv_idx": (2, 3, 17, 33),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("index", BIASES)
+def test_bias_of_every_broadcast(index: str) -> None:
+    check(f"score = score * 0.3 + c0[{index}]" if index else "score = score * 0.3 + c0", [randn(*BIASES[index])])
+
+
+def test_causal_bias_leaves_zeros_where_no_tile_is_visited() -> None:
+    shape = Shape(m=40, n=40)
+    check("score = score + c0[h, q_idx, kv_idx]; keep = kv_idx <= q_idx", [randn(2, 40, 40)], shape)
+
+
+def test_half_bias_in_a_half_program() -> None:
+    check("score = score + c0[h, q_idx, kv_idx]", [randn(2, 17, 33).half()], Shape(b=1), torch.float16)
+
+
+def test_expanded_and_transposed_captures() -> None:
+    wide = randn(1, 1, 17, 33).expand(2, 2, 17, 33)
+    check("score = score + c0[b, h, q_idx, kv_idx]", [wide])
+    check("score = score + c0[q_idx, kv_idx]", [randn(33, 17).t()])
+
+
+def test_one_capture_read_twice() -> None:
+    check("score = score * c0[h] + c0[0] * 2.0", [randn(2)])
+    check("score = score + c0[h, q_idx, kv_idx]; weight = c0[h, q_idx, kv_idx]", [randn(2, 17, 33)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "score = tanh(score * 0.1) * 10.0; keep = kv_idx <= q_idx",
+        "score = tanh(score * 0.001) * 1000.0",
+        "score = score * 0.3 - c0[h] * float(abs(q_idx - kv_idx)); keep = kv_idx <= q_idx",
+        "score = sigmoid(score) + erf(score) + minimum(score, 0.5) + sin(score) + expm1(score * 0.1)",
+        "score = score * -2.0",
+        "score = where(q_idx % 3 == kv_idx % 3, score, score * 0.5 - 1.0)",
+        "score = score * 0.3; keep = (q_idx - kv_idx) // 4 == -1",
+    ],
+)
+def test_scores(text: str) -> None:
+    check(text, [randn(2)] if "c0" in text else [])
+
+
+def test_bool_masks_and_documents() -> None:
+    check("score = score * 0.3; keep = c0[b, 0, kv_idx]", [keep(0.7, 2, 1, 33)])
+    check("score = score * 0.3; keep = (c0[b, q_idx] == c0[b, kv_idx]) & (kv_idx <= q_idx)", [randn(2, 33).gt(0).int()])
+
+
+def test_rows_without_a_key() -> None:
+    masked = torch.where(keep(0.05, 2, 17, 33), 0.0, -torch.inf)
+    for end in ("", "; empty = 0.0"):
+        check(f"score = score * 0.3 + c0[b, q_idx, kv_idx]{end}", [masked])
+        check(f"score = score * 0.3; keep = c0[b, q_idx, kv_idx]{end}", [keep(0.05, 2, 17, 33)])
+
+
+def test_affine_mask_without_a_key_gives_nan_rows() -> None:
+    q, k, v, _ = operands(Shape(), torch.float32)
+    with tiles.override(SMALL):
+        out, lse = launch.forward(q, k, v, [], [], None, parse("keep = kv_idx <= q_idx - 5"))
+    assert out[:, :, :5].isnan().all() and lse[:, :, :5].isnan().all() and out[:, :, 5:].isfinite().all()
+
+
+@pytest.mark.parametrize("fill", [-1e9, torch.finfo(torch.float32).min])
+def test_rows_filled_with_one_finite_number(fill: float) -> None:
+    check(f"score = where(c0[q_idx, kv_idx], score * 0.3, {fill!r})", [keep(0.06, 17, 33)])
+    check("score = score * 0.3 + c0[b, q_idx, kv_idx]", [torch.where(keep(0.06, 2, 17, 33), 0.0, fill)])
+
+
+def test_large_scores() -> None:
+    check("score = score * 100.0")
+    check("score = score * 30.0; keep = kv_idx <= q_idx + 3", shape=Shape(m=33))
+
+
+def test_nan_and_inf_scores_as_softmax() -> None:
+    bias = torch.zeros(17, 33)
+    bias[3, 20], bias[5, 2] = torch.inf, torch.nan
+    q, k, v, _ = operands(Shape(), torch.float32)
+    program = parse("score = score + c0[q_idx, kv_idx]")
+    with tiles.override(SMALL):
+        out, lse = launch.forward(q, k, v, [bias], [], None, program)
+    expected, _ = reference(q, k, v, [bias], [], program)
+    assert torch.equal(out.isnan(), expected.isnan()) and out[:, :, 3].isnan().all() and out[:, :, 5].isnan().all()
+
+
+def test_sinks() -> None:
+    check("score = score * 0.3; keep = kv_idx <= q_idx; sink = c0[h]", [randn(2)])
+    check("score = score * 0.3; keep = c1[b, q_idx, kv_idx]; sink = c0[h] * 2.0", [randn(2), keep(0.05, 2, 17, 33)])
+
+
+def test_weights() -> None:
+    check("score = score * 0.3; weight = c0[b, q_idx, kv_idx]", [randn(2, 17, 33)])
+    check("score = score * 0.3; weight = c0[kv_idx] * 0.5; keep = kv_idx <= q_idx", [randn(33)])
+
+
+@pytest.mark.parametrize("extra", ["", "; keep = kv_idx <= q_idx + 3", "; weight = c0[h]"])
+def test_dropout(extra: str) -> None:
+    """V = identity shows the weights, and so which of them were dropped."""
+    captures = [randn(2).abs() + 0.5] if "c0" in extra else []
+    program, seed = parse(f"score = score * 0.3; drop = 0.4{extra}"), torch.tensor([12345, 678])
+    q, k, _, _ = operands(Shape(), torch.float32)
+    eye = torch.eye(33).expand(2, 2, 33, 33)
+    with tiles.override(SMALL):
+        weights, _ = launch.forward(q, k, eye, captures, [], seed, program)
+        alive = weights != 0
+        tensors = operands(Shape(), torch.float32)
+        ours = kernels(tensors, captures, [], program, seed)
+    with tiles.override(Tile(32, 16, 4, 1)):  # the stream depends on positions alone
+        again, _ = launch.forward(q, k, eye, captures, [], seed, program)
+    assert torch.equal(alive, again != 0)
+    if "keep" not in extra:
+        assert abs(alive.float().mean().item() - 0.6) < 0.05
+    results = [autograd(tensors, captures, [], program, t, drop_mask=alive) for t in (torch.float32, torch.float64)]
+    compare(ours, *results, torch.float32)
+
+
+def test_strides_are_free() -> None:
+    shape, program = Shape(), parse(MASKS["causal"])
+    tensors = operands(shape, torch.float32)
+    moved = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors]
+    moved[1] = moved[1].transpose(2, 3).contiguous().transpose(2, 3)  # inner stride is not 1
+    with tiles.override(SMALL):
+        plain, other = kernels(tensors, [], [], program), kernels(moved, [], [], program, bmhd=True)
+    assert other[0].transpose(1, 2).is_contiguous()
+    for a, b in zip(plain, other):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def test_expanded_grad_out() -> None:
+    """out.sum().backward() hands in a gradient with zero strides."""
+    program = parse(MASKS["causal"])
+    q, k, v, g = operands(Shape(), torch.float32)
+    one = torch.ones(()).expand(g.shape)
+    with tiles.override(SMALL):
+        for a, b in zip(kernels([q, k, v, one], [], [], program), kernels([q, k, v, one.contiguous()], [], [], program)):
+            assert torch.equal(a, b)
+
+
+def test_gradients_are_bitwise_repeatable_and_only_the_asked_for_are_made() -> None:
+    program, bias = parse("score = score + c0[h, q_idx, kv_idx]"), randn(2, 17, 33)
+    q, k, v, g = operands(Shape(), torch.float32)
+    with tiles.override(SMALL):
+        every = kernels([q, k, v, g], [bias], [], program)
+        out, lse = every[:2]
+        some = launch.backward(g, q, k, v, [bias], [], None, out, lse, program, [False, True, False, True])
+    assert len(some) == 2 and torch.equal(some[0], every[3]) and torch.equal(some[1], every[5])
+
+
+def test_sizes_of_zero() -> None:
+    for shape in (Shape(b=0), Shape(m=0), Shape(n=0)):
+        tensors = operands(shape, torch.float32)
+        out, lse, dq, dk, dv = kernels(tensors, [], [], parse(""))
+        assert [out.shape, dq.shape, dk.shape, dv.shape] == [tensors[i].shape for i in (3, 0, 1, 2)]
+        assert lse.shape == out.shape[:3] and dk.isfinite().all() and dv.isfinite().all()
