@@ -43,7 +43,7 @@ CASES = [
     Case("alibi", "score = score * 0.35 + c0[h] * (kv_idx - q_idx); keep = kv_idx <= q_idx", ["H"]),
     Case("softcap", "score = tanh(score * 0.35 / 5.0) * 5.0; keep = kv_idx <= q_idx"),
     Case("bias", "score = score * 0.35 + c0[b, h, q_idx, kv_idx]", ["B H M N"]),
-    Case("bias_rows", "score = score * 0.35 + c0[0, h, q_idx, 0] + c1[kv_idx]", ["1 H M 1", "N"]),
+    Case("bias_rows", "score = score * 0.35 + c0[0, h, q_idx, 0] * cos(kv_idx) + c1[kv_idx]", ["1 H M 1", "N"]),
     Case("bias_scalar", "score = score * c0 + c1[0] * c2[b, 0, kv_idx]", ["", "1", "B 1 N"]),
     Case("bias_turned", "score = score * 0.35 + c0[kv_idx, h, q_idx]", ["N H M"]),
     Case("table", "score = score * 0.35 + c0[h, c1[q_idx, kv_idx]]", ["H 5", "M N:int5"]),

@@ -132,7 +132,9 @@ class Emitter:
             scalar, tile = self._offset(index)
             scalars += [f"tl.cast({scalar}, tl.int64) * {stride}"] if scalar else []
             tiles += [f"{tile} * {stride}"] if tile else []
-        text = self.let(f"tl.load({' + '.join(scalars + tiles)}{self._guard(e)})")
+        # a tile of int32 offsets, added last: int64 pointers to it would take twice the registers of the loop
+        tile = [f"({' + '.join(tiles)})"] if len(tiles) > 1 else tiles
+        text = self.let(f"tl.load({' + '.join(scalars + tile)}{self._guard(e)})")
         if fact.kind == "bool":
             return self.let(f"{text} != 0")
         if fact.kind == "float":

@@ -38,8 +38,18 @@ def find_sites(twin: Twin) -> list[Found]:
             products = [p for p in _value_products(anchor) if p[0] in live]
             scores = _score_products(anchor)
             if products and scores:
-                found += [_judge(twin, live, anchor, product, position, scores) for product, position in products]
+                verdicts = [_judge(twin, live, anchor, product, position, scores) for product, position in products]
+                found += _all_or_none(verdicts)
     return found
+
+
+def _all_or_none(verdicts: list[Found]) -> list[Found]:
+    """Weights that one product still needs as a matrix are needed, so the other products of the same softmax stay too."""
+    left = [f for f in verdicts if isinstance(f.verdict, Reject)]
+    if not left:
+        return verdicts
+    needed = Reject(Reason.WEIGHTS_USED, left[0].product, "by a matrix product that is left alone")
+    return [f if isinstance(f.verdict, Reject) else Found(f.anchor, f.product, needed) for f in verdicts]
 
 
 def has_softmax(graph: Any) -> bool:

@@ -28,6 +28,7 @@ def to_poly(e: Expr) -> Poly:
 
 def from_poly(p: Poly) -> Expr:
     """Canonical: positive terms first, constants last."""
+    p = _recombined(p)
     terms = sorted(p.items(), key=lambda t: (t[1] < 0, not t[0], [repr(a) for a in t[0]]))
     result: Expr | None = None
     for atoms, coefficient in terms:
@@ -37,6 +38,20 @@ def from_poly(p: Poly) -> Expr:
         else:
             result = op("add" if coefficient > 0 else "sub", result, term)
     return ZERO if result is None else result
+
+
+def _recombined(p: Poly) -> Poly:
+    """`(x // c) * c + x % c` is `x`."""
+    for atoms, coefficient in p.items():
+        for a in atoms:
+            if isinstance(a, Op) and a.head == "mod":
+                x, c = a.args
+                rest = _without(atoms, (a,)) or ()
+                whole = _mul(_mul({(op("floordiv", x, c),): 1}, to_poly(c)), {rest: coefficient})
+                if len(whole) == 1 and all(p.get(k) == v for k, v in whole.items()):
+                    left = {k: v for k, v in p.items() if k != atoms and k not in whole}
+                    return _recombined(_add(left, _mul(to_poly(x), {rest: coefficient})))
+    return p
 
 
 def _negative(atoms: tuple[Expr, ...], term: Expr) -> Expr:

@@ -177,16 +177,17 @@ def _check_axis(shapes: Shapes, anchor: Node, index: Index, n: Expr) -> None:
 
 
 def _score_operands(shapes: Shapes, product: Node, index: Index, m: Expr, n: Expr) -> _Product:
+    """Any product row that depends on the query but not on the key is a query, and the other way round."""
     left, right = _operands(product)
     folded, first, second = index
-    is_m = [i is M or (m is ix.ONE and i is ix.ZERO) for i in (first, second)]
-    is_n = [i is N or (n is ix.ONE and i is ix.ZERO) for i in (first, second)]
-    if any(x in (M, N) for x in walk(folded)):
+    uses = [{x for x in walk(i) if x in (M, N)} for i in (folded, first, second)]
+    if uses[0]:
         raise Reject(Reason.SCORE, product, "the product mixes queries or keys with the batch")
-    if is_m[0] and is_n[1]:
-        return _Product((left, (folded, M, D)), (right, (folded, D, N)))
-    if is_n[0] and is_m[1]:
-        return _Product((right, (folded, D, M)), (left, (folded, N, D)))
+    queries, keys = {M} if m is not ix.ONE else set(), {N}
+    if uses[1] == queries and uses[2] == keys:
+        return _Product((left, (folded, first, D)), (right, (folded, D, second)))
+    if uses[1] == keys and uses[2] == queries:
+        return _Product((right, (folded, D, second)), (left, (folded, first, D)))
     raise Reject(Reason.SCORE, product, "the product is not indexed by one query and one key")
 
 

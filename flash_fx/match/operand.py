@@ -35,7 +35,11 @@ def as_operand(
     """
     steps: list = []
     axes: list[_Axis] = []
-    for size, i in zip(shape, index, strict=True):
+    digits = _batch_digits(shape, index, sizes)
+    for position, (size, i) in enumerate(zip(shape, index, strict=True)):
+        if position in digits:
+            axes.append(_Axis([f"b{digits.index(position)}"], [size]))
+            continue
         axis = _axis(len(axes), size, i, letters, sizes, steps)
         if axis is None:
             return None
@@ -46,8 +50,37 @@ def as_operand(
     heads = next((s for a in axes for letter, s in zip(a.letters, a.sizes, strict=True) if letter == "h"), ix.ONE)
     if any(len(a.letters) > 1 for a in axes):
         steps.append((aten.view.default, (tuple(s for a in axes for s in a.sizes),)))
-    _arrange(order, sizes, steps)
+    _arrange(order, {**sizes, **{letter: s for a in axes for letter, s in zip(a.letters, a.sizes, strict=True)}}, steps)
     return Operand(node, tuple(steps)), heads
+
+
+def _batch_digits(shape: list[Expr], index: list[Expr], sizes: dict[str, Expr]) -> list[int]:
+    """Dimensions that together count the batch, most significant first: `b // 6`, `b // 3 % 2`, `b % 3`."""
+    found = []
+    for position, (size, i) in enumerate(zip(shape, index, strict=True)):
+        divisor = _digit_divisor(i, size)
+        if divisor is not None:
+            found.append((position, divisor, size))
+    found.sort(key=lambda f: -ix.Indexer({}, {}).hint(f[1]))
+    below: Expr = ix.ONE
+    for _, divisor, size in reversed(found):
+        if not ix.same(divisor, below):
+            return []
+        below = ix.mul(below, size)
+    return [f[0] for f in found] if len(found) > 1 and ix.same(below, sizes["b"]) else []
+
+
+def _digit_divisor(i: Expr, size: Expr) -> Expr | None:
+    if not isinstance(i, Op) or i.head not in ("floordiv", "mod"):
+        return None
+    x, c = i.args
+    if i.head == "floordiv":
+        return c if x is B else None
+    if not ix.same(c, size):
+        return None
+    if x is B:
+        return ix.ONE
+    return x.args[1] if isinstance(x, Op) and x.head == "floordiv" and x.args[0] is B else None
 
 
 def _axis(at: int, size: Expr, i: Expr, letters: dict, sizes: dict, steps: list) -> list[_Axis] | None:
@@ -100,11 +133,15 @@ def _shifted(at: int, size: Expr, i: Expr, letters: dict, sizes: dict, steps: li
 
 
 def _arrange(order: list[str], sizes: dict[str, Expr], steps: list) -> None:
-    """Permute to b, h, l, d; missing axes are inserted, a missing batch expanded."""
-    present = [letter for letter in "bhld" if letter in order]
+    """Permute to b, h, l, d; digits of the batch are merged, missing axes inserted, a missing batch or length expanded."""
+    digits = sorted(letter for letter in order if letter[0] == "b" and letter != "b")
+    present = digits + [letter for letter in "bhld" if letter in order]
     permutation = tuple(order.index(letter) for letter in present)
     if permutation != tuple(range(len(order))):
         steps.append((aten.permute.default, (permutation,)))
+    if digits:
+        order = ["b", *present[len(digits) :]]
+        steps.append((aten.reshape.default, (tuple(sizes[letter] for letter in order),)))
     for position, letter in enumerate("bhld"):
         if letter not in order:
             steps.append((aten.unsqueeze.default, (position,)))

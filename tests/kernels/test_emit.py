@@ -83,7 +83,7 @@ def test_loads_widen_only_the_scalar_part_and_stay_in_bounds() -> None:
     lines, _ = emit("c0[b, 0, q_idx, kv_idx]", (CaptureFact("bfloat16", 4),))
     assert lines == [
         "t0 = tl.load(C0 + tl.cast(off_b, tl.int64) * stride_c0_0 + tl.cast(start_m, tl.int64) * stride_c0_2"
-        " + tl.cast(start_n, tl.int64) * stride_c0_3 + local_m[:, None] * stride_c0_2 + local_n[None, :] * stride_c0_3,"
+        " + tl.cast(start_n, tl.int64) * stride_c0_3 + (local_m[:, None] * stride_c0_2 + local_n[None, :] * stride_c0_3),"
         " mask=mask_m[:, None], other=0)",
         "t1 = t0.to(tl.float32)",
     ]

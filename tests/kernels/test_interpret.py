@@ -99,7 +99,7 @@ def check(text: str, captures: Sequence[Tensor] = (), shape: Shape = Shape(), dt
 
 
 def randn(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def keep(p: float, *shape: int) -> Tensor:

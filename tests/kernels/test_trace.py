@@ -1,0 +1,34 @@
+"""Launches under symbolic tracing become graph nodes, with sizes still symbols."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("an interpreted kernel cannot be traced: run `TRITON_INTERPRET=0 pytest tests/kernels/test_trace.py`", allow_module_level=True)
+pytest.importorskip("triton")
+
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from flash_fx.kernels import launch
+from flash_fx.score.text import parse
+
+
+def test_forward_and_backward_trace_with_symbolic_sizes() -> None:
+    program = parse("score = score * 0.125 + c0[h, q_idx, kv_idx]; keep = kv_idx <= q_idx + s0; sink = c1[h]")
+
+    def step(q, k, v, bias, sink, g):
+        captures, sizes = [bias, sink], [k.shape[2] - q.shape[2]]
+        out, lse = launch.forward(q, k, v, captures, sizes, None, program, bmhd=True)
+        return out, *launch.backward(g, q, k, v, captures, sizes, None, out, lse, program, [True] * 5)
+
+    inputs = [torch.randn(s) for s in ((3, 4, 40, 16), (3, 2, 50, 16), (3, 2, 50, 24), (4, 40, 50), (4,), (3, 4, 40, 24))]
+    graph = make_fx(step, tracing_mode="symbolic")(*inputs)
+    launches = [n for n in graph.graph.nodes if "triton_kernel_wrapper" in str(n.target)]
+    assert len(launches) == 5  # forward, delta, dq, dk and dv, bias
+    outputs = [n.meta["val"] for n in graph.graph.find_nodes(op="output")[0].args[0]]
+    assert all(isinstance(outputs[0].shape[i], torch.SymInt) for i in (0, 2))
+    assert [tuple(map(int, o.shape)) for o in outputs] == [(3, 4, 40, 24), *(tuple(t.shape) for t in inputs[:5])]
