@@ -91,7 +91,7 @@ def fit(kind: str, spec: KernelSpec, tile: Tile, shared_limit: int) -> Tile:
 
 
 def shared_bytes(kind: str, spec: KernelSpec, tile: Tile) -> int:
-    """Estimate: what stays for the whole loop, what each stage of the loop loads, and one score tile."""
+    """Estimate: what stays for the whole loop, and what each stage of the loop loads."""
     size = 4 if spec.dtype == "float32" else 2
     both = padded(spec.d) + padded(spec.dv)
     score = tile.block_m * tile.block_n
@@ -100,4 +100,5 @@ def shared_bytes(kind: str, spec: KernelSpec, tile: Tile) -> int:
         stay, step = tile.block_n * both, tile.block_m * both
     else:
         stay, step = tile.block_m * (padded(spec.d) if kind == "forward" else both), tile.block_n * both
-    return size * (stay + max(1, tile.num_stages - 1) * step + (0 if kind == "forward" else score)) + loads
+    scores = score if size == 4 else 0  # 16-bit p and ds feed the next dot from registers
+    return size * (stay + tile.num_stages * step + scores) + tile.num_stages * loads

@@ -50,7 +50,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_compiles(compiled: dict[str, dict], name: str) -> None:
-    assert "error" not in compiled[name], compiled[name]["error"]
+    found = compiled[name]
+    assert "error" not in found, found["error"]
+    assert found["shared"] <= found["shared_limit"], found
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
