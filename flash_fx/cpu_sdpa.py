@@ -1,6 +1,6 @@
 """The one case PyTorch's own CPU kernel covers: `score * c`, causal or everything, equal heads.
 
-    plain_attention(query, key, value, parse("score = score * 0.125; keep = kv_idx <= q_idx"))    # (True, 0.125)
+plain_attention(query, key, value, parse("score = score * 0.125; keep = kv_idx <= q_idx"))    # (True, 0.125)
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from .score.expr import KV, KV_LEN, Q, Q_LEN, SCORE, Const, Op, Program
+from .score.expr import KV, KV_LEN, Q_LEN, SCORE, Const, Op, Program, Q
 
 _CAUSAL = (KV <= Q, Q >= KV)
 _CAUSAL_FROM_END = (KV <= Q + KV_LEN - Q_LEN, KV <= Q + (KV_LEN - Q_LEN), Q + KV_LEN - Q_LEN >= KV)  # same if M == N

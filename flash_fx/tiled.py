@@ -248,7 +248,9 @@ class _Slopes:
 
     def __init__(self, program: Program, captures: list[int]) -> None:
         self.score = derivative(program.score, SCORE)
-        self.of_score, self.of_weight, self.of_sink = (self._by_load(program, p, captures) for p in ("score", "weight", "sink"))
+        self.of_score = self._by_load(program, "score", captures)
+        self.of_weight = self._by_load(program, "weight", captures)
+        self.of_sink = self._by_load(program, "sink", captures)
 
     @staticmethod
     def _by_load(program: Program, part: str, captures: list[int]) -> dict[Load, Expr]:

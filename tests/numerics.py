@@ -23,7 +23,7 @@ def errors(ours: Tensor, golden: Tensor) -> tuple[float, float]:
 
 
 def check(name: str, ours: Tensor, eager: Tensor, golden: Tensor) -> list[str]:
-    """What is wrong with the tensor, nothing if it is within the budget: eager's own error and a few eps of the truth."""
+    """What is wrong with the tensor; nothing if its error is within eager's own plus a few eps of the truth."""
     if ours.shape != eager.shape or ours.dtype != eager.dtype:
         return [f"{name}: {tuple(ours.shape)} {ours.dtype}, wanted {tuple(eager.shape)} {eager.dtype}"]
     finite = golden[torch.isfinite(golden)].abs()

@@ -117,7 +117,8 @@ def _floats(inputs: list[Tensor]) -> list[Tensor]:
 
 def _named(out: Tensor, lse: Tensor, grads: Sequence[Tensor]) -> dict[str, Tensor]:
     names = ["query", "key", "value", *(f"capture {i}" for i in range(len(grads) - 3))]
-    return {"out": out.detach(), "lse": lse.detach().float(), **{f"grad of {n}": g for n, g in zip(names, grads, strict=True)}}
+    named = {f"grad of {n}": g for n, g in zip(names, grads, strict=True)}
+    return {"out": out.detach(), "lse": lse.detach().float(), **named}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -125,13 +126,16 @@ def _named(out: Tensor, lse: Tensor, grads: Sequence[Tensor]) -> dict[str, Tenso
 def test_output_and_gradients(case: Case, dtype: str) -> None:
     program, inputs = parse(case.text), _inputs(case, DTYPES[dtype])
     batch, heads, rows, _ = inputs[0].shape
-    grad = torch.randn(batch, heads, rows, inputs[2].shape[-1], generator=torch.Generator().manual_seed(1)).to(DTYPES[dtype])
+    g = torch.Generator().manual_seed(1)
+    grad = torch.randn(batch, heads, rows, inputs[2].shape[-1], generator=g).to(DTYPES[dtype])
     golden = _eager([t.double() if t.is_floating_point() else t for t in inputs], case, program, grad)
     ours = _ours(inputs, case, program, grad)
     if dtype == "fp64":
         for name, value in golden.items():
             close = 1e-5 if name == "lse" else 1e-11  # lse is float32
-            torch.testing.assert_close(ours[name], value, rtol=close, atol=close, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                ours[name], value, rtol=close, atol=close, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+            )
     else:
         golden = {n: t.double() for n, t in golden.items()}
         assert_within_budget(ours, _eager(inputs, case, program, grad), golden)
@@ -168,7 +172,8 @@ def test_rows_without_keys_are_nan_and_poison_only_values() -> None:
     case = _case("nan_rows")
     inputs = _inputs(case, torch.float32)
     ours = _ours(inputs, case, parse(case.text), torch.ones(2, 4, 37, 6))
-    assert ours["out"][:, :, 0].isnan().all() and ours["out"][0, :, 1:].isfinite().all() and ours["out"][1].isnan().all()
+    out = ours["out"]
+    assert out[:, :, 0].isnan().all() and out[0, :, 1:].isfinite().all() and out[1].isnan().all()
     assert torch.equal(ours["lse"].isnan(), ours["out"][..., 0].isnan())
     assert ours["grad of value"].isnan().all()
     assert ours["grad of query"].isfinite().all() and ours["grad of key"].isfinite().all()
@@ -217,7 +222,7 @@ def test_dropout_backward_uses_the_mask_of_the_forward() -> None:
     """With the identity as value the output is the weights, which shows the mask."""
     value = torch.eye(53, dtype=torch.float64).expand(2, 2, 53, 53)
     grad = torch.randn(2, 4, 37, 53, dtype=torch.float64)
-    w, lse, grads = _drop(0.4, 3, value, grad)
+    w, _, grads = _drop(0.4, 3, value, grad)
     q, k, *_ = (t.requires_grad_() for t in _inputs(_case("scale"), torch.float64))
     leaf = value.clone().requires_grad_()
     program = parse("score = score * 0.35; keep = kv_idx <= q_idx + 20; drop = 0.4")
@@ -249,7 +254,7 @@ class _Largest(TorchDispatchMode):
         super().__init__()
         self.numel, self.products = 0, 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for t in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(t, Tensor):

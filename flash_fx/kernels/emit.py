@@ -12,11 +12,11 @@ where they come from a position. Only operations that the interpreter also has a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
-from ..score.expr import B, H, KV, Q, Const, Expr, Load, Name, Op, kind_of, names_in
+from ..score.expr import KV, Const, Expr, Load, Name, Op, Q, kind_of, names_in
 from ..score.region import Region
 from ..score.simplify import FOLD
 from .spec import KernelSpec
@@ -72,7 +72,7 @@ class Emitter:
         self.spec, self.place = spec, place
         self.lines: list[str] = []
         self.done: dict[tuple[Expr, str], str] = dict(parent.done) if parent else {}
-        self.numbers = parent.numbers if parent else count()
+        self.numbers: Iterator[int] = parent.numbers if parent else count()
         self.precise = spec.dtype == "float32"  # 16-bit operands do not see the last bits of a score
 
     def take(self) -> list[str]:
@@ -133,8 +133,9 @@ class Emitter:
             scalars += [f"tl.cast({scalar}, tl.int64) * {stride}"] if scalar else []
             tiles += [f"{tile} * {stride}"] if tile else []
         # a tile of int32 offsets, added last: int64 pointers to it would take twice the registers of the loop
-        tile = [f"({' + '.join(tiles)})"] if len(tiles) > 1 else tiles
-        text = self.let(f"tl.load({' + '.join(scalars + tile)}{self._guard(e)})")
+        if len(tiles) > 1:
+            tiles = [f"({' + '.join(tiles)})"]
+        text = self.let(f"tl.load({' + '.join(scalars + tiles)}{self._guard(e)})")
         if fact.kind == "bool":
             return self.let(f"{text} != 0")
         if fact.kind == "float":
@@ -334,7 +335,9 @@ def _as_int(text: str) -> int | None:
 def _fold(e: Op) -> bool | int | float | None:
     """The value of an operation on constants: Triton's functions do not take Python numbers. None if unknown."""
     values = [a.head for a in e.args]  # type: ignore[attr-defined]
-    function = _LITERAL.get(e.head) or FOLD.get(e.head) or getattr(math, e.head, None)
+    function: Callable[..., bool | int | float] | None = (
+        _LITERAL.get(e.head) or FOLD.get(e.head) or getattr(math, e.head, None)
+    )
     try:
         return function(*values) if function else None
     except OverflowError:
@@ -345,7 +348,7 @@ def _fold(e: Op) -> bool | int | float | None:
         return math.nan
 
 
-_LITERAL = {
+_LITERAL: dict[str, Callable[..., bool | int | float]] = {
     "where": lambda c, a, b: a if c else b,
     "isnan": math.isnan,
     "sign": lambda x: (x > 0) - (x < 0),

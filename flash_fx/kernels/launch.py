@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..score.evaluate import evaluate
-from ..score.expr import Program, captures_in
+from ..score.expr import Const, Program, captures_in
 from .facts import needs_residual
 from .plan import Gradient, gradients_of
 from .render import load_kernel
@@ -34,12 +34,17 @@ def interpreting() -> bool:
 
 
 def make_spec(
-    query: Tensor, value: Tensor, captures: Sequence[Tensor], num_sizes: int, program: Program, precision: str | None = None
+    query: Tensor,
+    value: Tensor,
+    captures: Sequence[Tensor],
+    num_sizes: int,
+    program: Program,
+    precision: str | None = None,
 ) -> KernelSpec:
     """The spec of the kernels for these operands. `precision` is for float32 and defaults to "ieee"."""
     dtype = _name(query.dtype)
     return KernelSpec(
-        program=str(program),
+        program=_text(program),
         captures=tuple(CaptureFact(_name(c.dtype), c.dim()) for c in captures),
         dtype=dtype,
         d=int(query.shape[-1]),
@@ -173,7 +178,9 @@ class _Run:
         arguments |= {k: self.lengths[k] for k in ("H", "M", "NUM_BH")}
         if not self.exact:
             more = {"LSE": lse, "RESIDUAL": torch.empty_like(lse), **self.captured}
-            arguments |= {k: v for k, v in self.operands.items() if k in ("Q", "K") or k.startswith(("stride_q", "stride_k"))}
+            arguments |= {
+                k: v for k, v in self.operands.items() if k in ("Q", "K") or k.startswith(("stride_q", "stride_k"))
+            }
             arguments |= {k: dims[k] for k in ("D", "BLOCK_D", "BLOCK_N", "EVEN_N")} | self.lengths
         if not _is_empty(self.b, self.h, self.m):
             self.launch(
@@ -264,7 +271,8 @@ def _reduce(partial: Tensor, gradient: Gradient, capture: Tensor) -> Tensor:
     """From [B, H, M, N] to the dimensions of the capture that are not indexed by a constant, in their order."""
     order = [("b", "h", "q_idx", "kv_idx").index(a) for a in gradient.axes]
     rest = [i for i in range(4) if i not in order]
-    partial = partial.sum(rest, keepdim=True) if rest else partial
+    if rest and gradient.mode != "tile":  # a tile's b and h are already summed
+        partial = partial.sum(rest, keepdim=True)
     return partial.permute(order + rest).reshape([partial.shape[i] for i in order])
 
 
@@ -272,7 +280,7 @@ def _place(total: Tensor, gradient: Gradient) -> Tensor:
     """The part of the capture's gradient that the load reads, as a view."""
     for dim in reversed(range(len(gradient.load.args))):
         index = gradient.load.args[dim]
-        if type(index).__name__ == "Const":
+        if isinstance(index, Const):
             total = total.select(dim, index.head)
     return total
 
@@ -299,13 +307,18 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@lru_cache(maxsize=None)
+@cache
+def _text(program: Program) -> str:
+    return str(program)
+
+
+@cache
 def _checked(spec: KernelSpec) -> KernelSpec:
     """One object per distinct spec, so that its parsed program is shared."""
     return replace(spec)
 
 
-@lru_cache(maxsize=None)
+@cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may use."""
     if device.type != "cuda" or not torch.cuda.is_available():

@@ -117,6 +117,7 @@ def _common(spec: KernelSpec) -> dict[str, Any]:
         "captures": capture_parameters(spec),
         "sizes": size_parameters(spec),
         "drop": program.drop or 0.0,
+        "survivor": repr(1.0 / (1.0 - program.drop)) if program.drop and program.drop < 1.0 else "0.0",
         "empty": program.empty is not None,
         "has_sink": program.sink is not None,
         "has_weight": program.weight is not None,
@@ -266,7 +267,7 @@ def backward_capture_context(spec: KernelSpec, gradient: Gradient) -> dict[str, 
     if program.weight is not None:
         slopes["dload_weight"] = derivative(program.weight, gradient.load)
     build = {"row": _over_keys, "column": _over_queries, "tile": _one_tile}[gradient.mode]
-    facts = {"mode": gradient.mode, "load": str(gradient.load), **_NOTATION[gradient.mode]}
+    facts: dict[str, Any] = {"mode": gradient.mode, "load": str(gradient.load), **_NOTATION[gradient.mode]}
     facts |= {f"has_{name}": axis in gradient.axes for name, axis in (("b", "b"), ("h", "h"))}
     common = _backward(spec)
     return {**common, **build(spec, slopes, common["linear"]), **facts}
@@ -285,4 +286,3 @@ CONTEXTS = {
     "backward_dq": backward_dq_context,
     "backward_capture": backward_capture_context,
 }
-

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import tempfile
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,9 @@ def template_folder() -> Path:
     for folder in (package / "_templates", package.parent / "templates"):
         if (folder / "forward.py.jinja").is_file():
             return folder
-    raise FileNotFoundError(f"flash_fx: no kernel templates in {package / '_templates'} or {package.parent / 'templates'}")
+    raise FileNotFoundError(
+        f"flash_fx: no kernel templates in {package / '_templates'} or {package.parent / 'templates'}"
+    )
 
 
 def cache_folder() -> Path:
@@ -44,14 +46,19 @@ def cache_folder() -> Path:
 
 def render(template: str, spec: KernelSpec, *context: Any) -> str:
     """Text of the kernel file. `template` is a key of CONTEXTS; `context` goes to its context function."""
-    body = _environment().get_template(f"{template}.py.jinja").render(CONTEXTS[template](spec, *context))
+    body = _environment().get_template(f"{template}.py.jinja").render(_context(template, spec, *context))
     body = re.sub(rf"^[ \t]*{_NOTHING}[ \t]*\n", "", body, flags=re.M)
     body = re.sub(r"[ \t]+$", "", body, flags=re.M)
     body = re.sub(r"\n{2,}(?=[ \t])", "\n\n", body)  # inside a function one blank line is enough
     return f"{_header(template, spec)}\n{body.rstrip()}\n"
 
 
-@lru_cache(maxsize=None)
+def _context(template: str, spec: KernelSpec, *context: Any) -> dict[str, Any]:
+    build: Any = CONTEXTS[template]
+    return build(spec, *context)
+
+
+@cache
 def load_kernel(template: str, spec: KernelSpec, *context: Any) -> Any:
     """The kernel (triton.JITFunction, or its interpreted twin), rendered, stored and imported once."""
     path = store(template, spec, render(template, spec, *context))
@@ -89,7 +96,7 @@ def _header(template: str, spec: KernelSpec) -> str:
     return "\n".join(f"# {line}" for line in lines)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _environment() -> Environment:
     environment = Environment(
         loader=FileSystemLoader(template_folder()), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,

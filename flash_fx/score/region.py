@@ -16,7 +16,25 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from .expr import (
-    B, COMPARISONS, FALSE, H, KV, KV_LEN, Q, Q_LEN, SCORE, TRUE, Const, Expr, Load, Name, Op, Program, const, name, walk
+    COMPARISONS,
+    FALSE,
+    KV,
+    KV_LEN,
+    Q_LEN,
+    SCORE,
+    TRUE,
+    B,
+    Const,
+    Expr,
+    H,
+    Load,
+    Name,
+    Op,
+    Program,
+    Q,
+    const,
+    name,
+    walk,
 )  # fmt: skip
 from .simplify import FOLD, known_kind, make
 
@@ -157,7 +175,7 @@ def _meet(a: _Span, b: _Span) -> _Span:
 
 def _hull(a: _Span, b: _Span) -> _Span:
     """The smallest interval around both."""
-    if a == _NOTHING or b == _NOTHING:
+    if _NOTHING in (a, b):
         return b if a == _NOTHING else a
     lo = None if a.lo is None or b.lo is None else make("minimum", a.lo, b.lo)
     hi = None if a.hi is None or b.hi is None else make("maximum", a.hi, b.hi)
@@ -169,7 +187,7 @@ def _inner_join(a: _Span, b: _Span) -> _Span:
 
     If one is empty and yet "touches", the hull is the other one, so that needs no test of its own.
     """
-    if a == _NOTHING or b == _NOTHING or a == b:
+    if a in (_NOTHING, b) or b == _NOTHING:
         return b if a == _NOTHING else a
     hull = _hull(a, b)
     touch = make("and", _at_most(a.lo, b.hi), _at_most(b.lo, a.hi))
@@ -311,7 +329,8 @@ class _Solver:
             return self._both(self._at_most(below, zero), self._at_most(above, zero))
         if operation == "ne":
             return self._either(self._at_most(below, minus_one), self._at_most(above, minus_one))
-        return self._at_most(below if operation in ("lt", "le") else above, zero if operation in ("le", "ge") else minus_one)
+        limit = zero if operation in ("le", "ge") else minus_one
+        return self._at_most(below if operation in ("lt", "le") else above, limit)
 
     def _at_most(self, node: Expr, limit: Expr) -> _Set:
         """Where node <= limit."""
@@ -326,7 +345,7 @@ class _Solver:
         limit = (_tidy(limit[0] - rest[1]), _tidy(limit[1] - rest[0]))
         if not searched:
             return _Set(self._all_if(limit[1]), self._all_if(limit[0]))
-        (atom, factor), = searched
+        ((atom, factor),) = searched
         limit = (_floordiv(limit[0], abs(factor)), _floordiv(limit[1], abs(factor)))
         if factor < 0:  # -|f| * atom <= x  <=>  atom >= -(x // |f|)
             return self._at_least(atom, (_tidy(-limit[1]), _tidy(-limit[0])))

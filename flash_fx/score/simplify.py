@@ -88,8 +88,9 @@ def _fold(operation: str, values: list[Number]) -> Number | None:
         return None
     result = function(*values)
     if isinstance(result, float):
-        # -0.0 prints and parses, but a folded sign of zero is not worth a proof
-        return result if all(_exact(v) for v in values) and is_float32(result) and (result != 0 or 0 in values) else None
+        # the sign of a zero that comes out of nonzero numbers is not worth a proof
+        exact = all(_exact(v) for v in values) and is_float32(result)
+        return result if exact and (result != 0 or 0 in values) else None
     return result if abs(result) < _INT_LIMIT else None
 
 

@@ -2,8 +2,9 @@
 
     python compile_without_gpu.py '<json list of jobs>'
 
-A job is [name, template, program, captures [[dtype, ndim], ...], dtype, d, target]; the answer is one JSON object
-{name: {"regs", "spill_bytes", "shared", "shared_limit"}} or {name: {"error"}}. A process of its own, since the interpreter replaces triton.jit.
+A job is [name, template, program, captures [[dtype, ndim], ...], dtype, d, target]; the answer is one JSON object,
+{name: {"regs", "spill_bytes", "shared", "shared_limit"}} or {name: {"error"}}. A process of its own, since the
+interpreter replaces triton.jit.
 """
 
 from __future__ import annotations

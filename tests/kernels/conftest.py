@@ -1,7 +1,7 @@
 """The kernels run here in Triton's interpreter, which must be chosen before Triton is first imported.
 
-    pytest tests/kernels            # chooses it
-    TRITON_INTERPRET=1 pytest       # so does this; a plain `pytest` skips test_interpret.py
+pytest tests/kernels            # chooses it
+TRITON_INTERPRET=1 pytest       # so does this; a plain `pytest` skips test_interpret.py
 """
 
 from __future__ import annotations

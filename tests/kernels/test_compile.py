@@ -14,7 +14,9 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parents[2]
 CAUSAL = "score = score * 0.125; keep = kv_idx <= q_idx"
-BIAS = "score = tanh(score * 0.01) * 50.0 + c0[h, q_idx, kv_idx]; keep = c1[b, kv_idx] & (kv_idx <= q_idx); sink = c2[h]"
+BIAS = (
+    "score = tanh(score * 0.01) * 50.0 + c0[h, q_idx, kv_idx]; keep = c1[b, kv_idx] & (kv_idx <= q_idx); sink = c2[h]"
+)
 FACTS = [["bfloat16", 3], ["bool", 2], ["float32", 1]]
 DROP = "score = score * 0.125; drop = 0.1; weight = c2[h]"
 KERNELS = ["forward", "delta", "backward_dkdv", "backward_dq"]
@@ -29,8 +31,22 @@ for kernel in [*KERNELS, "backward_capture"]:
 for kernel in KERNELS:
     JOBS[f"sm_90 dropout {kernel}"] = [kernel, DROP, FACTS, "float16", 128, "sm_90"]
 JOBS["sm_90 float32 forward"] = ["forward", CAUSAL, [], "float32", 64, "sm_90"]
-JOBS["sm_90 column backward_capture"] = ["backward_capture", "score = score + c0[b, kv_idx]", [["float32", 2]], "bfloat16", 64, "sm_90"]
-JOBS["sm_90 row backward_capture"] = ["backward_capture", "score = score * c0[h]", [["float32", 1]], "bfloat16", 64, "sm_90"]
+JOBS["sm_90 column backward_capture"] = [
+    "backward_capture",
+    "score = score + c0[b, kv_idx]",
+    [["float32", 2]],
+    "bfloat16",
+    64,
+    "sm_90",
+]
+JOBS["sm_90 row backward_capture"] = [
+    "backward_capture",
+    "score = score * c0[h]",
+    [["float32", 1]],
+    "bfloat16",
+    64,
+    "sm_90",
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +56,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     environment.setdefault("FLASH_FX_CACHE_DIR", str(tmp_path_factory.mktemp("rendered")))
     jobs = [[name, *job] for name, job in JOBS.items()]
     script = str(Path(__file__).with_name("compile_without_gpu.py"))
-    halves = [subprocess.Popen([sys.executable, script, json.dumps(half)], env=environment, stdout=subprocess.PIPE, text=True)
-              for half in (jobs[::2], jobs[1::2])]  # fmt: skip
+    halves = [
+        subprocess.Popen([sys.executable, script, json.dumps(half)], env=environment, stdout=subprocess.PIPE, text=True)
+        for half in (jobs[::2], jobs[1::2])
+    ]
     answer: dict[str, dict] = {}
     for process in halves:
         answer |= json.loads(process.communicate(timeout=600)[0])

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("an interpreted kernel cannot be traced: run `TRITON_INTERPRET=0 pytest tests/kernels/test_trace.py`", allow_module_level=True)
+    pytest.skip(
+        "an interpreted kernel cannot be traced: run `TRITON_INTERPRET=0 pytest tests/kernels/test_trace.py`",
+        allow_module_level=True,
+    )
 pytest.importorskip("triton")
 
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -25,7 +28,9 @@ def test_forward_and_backward_trace_with_symbolic_sizes() -> None:
         out, lse = launch.forward(q, k, v, captures, sizes, None, program, bmhd=True)
         return out, *launch.backward(g, q, k, v, captures, sizes, None, out, lse, program, [True] * 5)
 
-    inputs = [torch.randn(s) for s in ((3, 4, 40, 16), (3, 2, 50, 16), (3, 2, 50, 24), (4, 40, 50), (4,), (3, 4, 40, 24))]
+    inputs = [
+        torch.randn(s) for s in ((3, 4, 40, 16), (3, 2, 50, 16), (3, 2, 50, 24), (4, 40, 50), (4,), (3, 4, 40, 24))
+    ]
     graph = make_fx(step, tracing_mode="symbolic")(*inputs)
     launches = [n for n in graph.graph.nodes if "triton_kernel_wrapper" in str(n.target)]
     assert len(launches) == 5  # forward, delta, dq, dk and dv, bias

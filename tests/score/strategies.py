@@ -7,7 +7,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flash_fx.score.expr import (
-    B, COMPARISONS, H, KV, KV_LEN, Q, Q_LEN, SCORE, Const, Expr, Program, const, load, name, op
+    COMPARISONS,
+    KV,
+    KV_LEN,
+    Q_LEN,
+    SCORE,
+    B,
+    Const,
+    Expr,
+    H,
+    Program,
+    Q,
+    const,
+    load,
+    name,
+    op,
 )  # fmt: skip
 
 SHAPE = (2, 2, 3, 4)  # B, H, M, N of the environment
@@ -36,8 +50,6 @@ def environment(seed: int = 0) -> dict:
     score = torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     ranges = {"b": range(batch), "h": range(heads), "q_idx": range(rows), "kv_idx": range(keys)}
     return {"score": score, **ranges, "q_len": rows, "kv_len": keys}
-
-
 
 
 def opaque(strategy: st.SearchStrategy) -> st.SearchStrategy:

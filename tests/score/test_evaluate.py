@@ -60,7 +60,15 @@ def test_the_order_of_a_captures_dimensions_is_free_and_a_name_may_repeat() -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_floats_are_of_the_compute_dtype(dtype: torch.dtype) -> None:
-    for text in ("kv_idx * 0.1", "kv_idx / 3", "float(kv_idx)", "c0[h] + kv_idx", "exp(kv_idx)", "where(b < 1, 0.1, kv_idx)"):
+    mixed = (
+        "kv_idx * 0.1",
+        "kv_idx / 3",
+        "float(kv_idx)",
+        "c0[h] + kv_idx",
+        "exp(kv_idx)",
+        "where(b < 1, 0.1, kv_idx)",
+    )
+    for text in mixed:
         assert _run(text, dtype).dtype == dtype, text
     assert torch.equal(_run("kv_idx * 0.1", dtype).flatten(), torch.arange(SHAPE[3], dtype=dtype) * 0.1)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from strategies import ints
 
 from flash_fx.score.evaluate import evaluate
-from flash_fx.score.expr import COMPARISONS, KV, KV_LEN, Q, Q_LEN, Expr, Program, const, name, op
+from flash_fx.score.expr import COMPARISONS, KV, KV_LEN, Q_LEN, Expr, Program, Q, const, name, op
 from flash_fx.score.region import Region, bound_value, fill_region, kv_region, q_region
 from flash_fx.score.text import parse
 
@@ -31,7 +31,8 @@ def _bounds(region: Region, length: int, values: dict[str, int]) -> tuple[int, i
 
 def _check(program: Program, rows: int, keys: int, size: int, *, tight: bool) -> None:
     keep = _keep(program, rows, keys, size)
-    for region, table, first, last in ((kv_region(program), keep, "q0", "q1"), (q_region(program), keep.t(), "k0", "k1")):
+    sides = ((kv_region(program), keep, "q0", "q1"), (q_region(program), keep.t(), "k0", "k1"))
+    for region, table, first, last in sides:
         for tile in TILES:
             for start in range(0, table.shape[0], tile):
                 stop = min(start + tile, table.shape[0])
