@@ -88,6 +88,7 @@ def _replace(gm: GraphModule, twin: Twin, site: Site) -> None:
         new.meta["example_value"] = target.meta["example_value"]
     target.replace_all_uses_with(new)
     gm.graph.erase_node(target)
+    twin.history[new], twin.order[new] = twin.history.pop(target), twin.order.pop(target)
 
 
 def _result_node(twin: Twin, site: Site) -> tuple[Node, Node]:
@@ -111,7 +112,7 @@ class _Emitter:
     def __init__(self, gm: GraphModule, twin: Twin, site: Site, target: Node) -> None:
         self.gm, self.graph, self.twin, self.site, self.target = gm, gm.graph, twin, site, target
         self.moment = twin.order[target]
-        self.live = {t: u for t, u in twin.live_at(self.moment).items() if u.graph is gm.graph and not _erased(u)}
+        self.live = twin.live_at(self.moment)
         self.made: dict[Node, Node] = {}
         self.new: list[Node] = []
 
@@ -308,10 +309,6 @@ class _Emitter:
             log.debug("no example value for %s", node, exc_info=True)
         if "stack_trace" in self.target.meta:
             node.meta["stack_trace"] = self.target.meta["stack_trace"]
-
-
-def _erased(node: Node) -> bool:
-    return getattr(node, "_erased", False)
 
 
 def _swaps_heads(user: Node) -> bool:

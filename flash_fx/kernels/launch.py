@@ -41,7 +41,7 @@ def make_spec(
     program: Program,
     precision: str | None = None,
 ) -> KernelSpec:
-    """The spec of the kernels for these operands. `precision` is for float32 and defaults to "ieee"."""
+    """The spec of the kernels for these operands. `precision` is for float32 and follows torch's switch by default."""
     dtype = _name(query.dtype)
     return KernelSpec(
         program=_text(program),
@@ -50,9 +50,14 @@ def make_spec(
         d=int(query.shape[-1]),
         dv=int(value.shape[-1]),
         num_sizes=num_sizes,
-        precision=(precision or "ieee") if dtype == "float32" else None,
+        precision=(precision or _float32_precision()) if dtype == "float32" else None,
         interpret=interpreting(),
     )
+
+
+def _float32_precision() -> str:
+    """ "ieee" unless the user allows reduced precision (torch.set_float32_matmul_precision)."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def forward(
@@ -190,7 +195,7 @@ class _Run:
         return {**rows, **self.operands, **self.captured, **self.lengths, **self.seeded, **more, "LSE": lse}
 
     def dq(self, rows: dict[str, Any]) -> Tensor:
-        dq = torch.empty_like(self.query)
+        dq = torch.empty_like(self.query, memory_format=torch.contiguous_format)
         if _is_empty(self.b, self.h, self.m):
             return dq
         tile = self.tile("backward_dq")
@@ -201,7 +206,7 @@ class _Run:
         return dq
 
     def dkdv(self, rows: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        dk, dv = torch.empty_like(self.key), torch.empty_like(self.value)
+        dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (self.key, self.value))
         if _is_empty(self.b, self.h, self.n):
             return dk, dv
         tile = self.tile("backward_dkdv")

@@ -86,7 +86,8 @@ def _attention_backward(
         )
     from ..kernels import launch
 
-    return launch.backward(grad_out, query, key, value, captures, sizes, seed, out, lse, _program(program), list(needs))
+    grads = launch.backward(grad_out, query, key, value, captures, sizes, seed, out, lse, _program(program), list(needs))
+    return [g.contiguous() for g in grads]
 
 
 @custom_op("flash_fx::tiled_attention", mutates_args=())
