@@ -1,6 +1,6 @@
 """A small GPT in the style of minGPT, with attention written by hand. Nothing here knows of flash_fx.
 
-    python -m flash_fx explain examples.mingpt:build
+python -m flash_fx explain examples.mingpt:build
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class Block(nn.Module):
         self.ln_1 = nn.LayerNorm(width)
         self.attn = CausalSelfAttention(width, heads, block_size, dropout)
         self.ln_2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
@@ -57,7 +59,13 @@ class GPT(nn.Module):
     """`forward(idx, targets=None)` gives (logits, loss); loss is None without targets."""
 
     def __init__(
-        self, vocab: int = 512, layers: int = 2, width: int = 128, heads: int = 4, block_size: int = 512, dropout: float = 0.1
+        self,
+        vocab: int = 512,
+        layers: int = 2,
+        width: int = 128,
+        heads: int = 4,
+        block_size: int = 512,
+        dropout: float = 0.1,
     ) -> None:
         super().__init__()
         self.wte = nn.Embedding(vocab, width)

@@ -84,27 +84,42 @@ def _prepare(fn: Any, args: tuple, train: bool) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="flash-fx", description="Find hand-written attention in torch.compile graphs and replace it with flash attention."
+        prog="flash-fx",
+        description="Find hand-written attention in torch.compile graphs and replace it with flash attention.",
     )
     parser.add_argument("--version", action="version", version=f"flash-fx {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="{demo,explain}")
 
-    p = _command(commands, "explain", explain, "show what would be fused in a model, and what not and why", EXPLAIN_EXAMPLES)
+    p = _command(
+        commands, "explain", explain, "show what would be fused in a model, and what not and why", EXPLAIN_EXAMPLES
+    )
     p.add_argument("target", metavar="MODULE:CALLABLE", help="what to explain; the current folder is importable")
     p.add_argument(
         "--shape", nargs="+", action="extend", default=[], metavar="SIZES",
         help="a random input, such as 2,4,128,64 or 2,128:int64; once for each tensor",
     )  # fmt: skip
     p.add_argument("--dtype", default="float32", help="dtype of inputs that name none (default: float32)")
-    p.add_argument("--train", action="store_true", help="capture for training: train() and gradients on (default: inference)")
+    p.add_argument(
+        "--train", action="store_true", help="capture for training: train() and gradients on (default: inference)"
+    )
     p.add_argument("--json", action="store_true", help="print JSON")
     p.add_argument("--strict", action="store_true", help="exit with 1 if nothing is fused")
 
-    p = _command(commands, "demo", demo, "compile a model; compare it with eager and stock torch.compile", DEMO_EXAMPLES)
-    p.add_argument("--model", choices=("gpt2", "mingpt", "llama", "bert"), help="default: gpt2 with transformers, else mingpt")
-    p.add_argument("--seq", type=_positive, nargs="+", metavar="N", help="lengths (default: 1024..8192 on CUDA, 256 512 on the CPU)")
-    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on CUDA, else float32")
-    p.add_argument("--steps", type=_positive, default=None, metavar="N", help="timed steps (default: 20 on CUDA, 5 on the CPU)")
+    p = _command(
+        commands, "demo", demo, "compile a model; compare it with eager and stock torch.compile", DEMO_EXAMPLES
+    )
+    p.add_argument(
+        "--model", choices=("gpt2", "mingpt", "llama", "bert"), help="default: gpt2 with transformers, else mingpt"
+    )
+    p.add_argument(
+        "--seq", type=_positive, nargs="+", metavar="N", help="lengths (default: 1024..8192 on CUDA, 512 on the CPU)"
+    )
+    p.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on CUDA, else float32"
+    )
+    p.add_argument(
+        "--steps", type=_positive, default=None, metavar="N", help="timed steps (default: 20 on CUDA, 10 on the CPU)"
+    )
     return parser
 
 

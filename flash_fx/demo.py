@@ -1,6 +1,6 @@
 """`flash-fx demo`: one model through eager, stock torch.compile and flash_fx, in training and inference.
 
-Prints what was found and fused, errors against a float64 eager copy, then time and peak memory. Works without a network.
+Prints what was found and fused, errors against a float64 eager copy, then time and peak memory. Needs no network.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from rich.table import Table
 from torch import Tensor
 
 from .backend import flash_fx
-from .demo_models import FULL, SMALL, DemoModel, Size, build
-from .errors import TargetError
+from .demo_models import FULL, SMALL, DemoModel, Size, build, has_transformers
 from .explaining import explain
 from .measure import median_seconds, peak_bytes, relative_errors
 from .report import Report, recording
 
-RUNS = ("eager", "torch.compile", "flash_fx")
-CUDA_LENGTHS, CPU_LENGTHS = (1024, 2048, 4096, 8192), (256, 512)
+RUNS = ("eager", "stock", "flash_fx")  # stock is torch.compile with its default backend
+CUDA_LENGTHS, CPU_LENGTHS = (1024, 2048, 4096, 8192), (512,)
 CUDA_TOKENS, CPU_TOKENS = 8192, 1024  # of one step; short sequences come in larger batches
-TINY = 64  # batch 1 of this length is what the compilers see first
+EXPLAINED = 1024  # longest input of explain, which runs the model once in eager
+Errors = dict[str, tuple[float, float]]  # "logits" and "gradients": greatest and mean relative error
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Setting:
     def batch(self, length: int) -> int:
         return max(1, self.tokens // length)
 
-    def ids(self, length: int, batch: int) -> Tensor:
+    def ids(self, length: int) -> Tensor:
         generator = torch.Generator().manual_seed(length)
-        return torch.randint(0, self.size.vocab, (batch, length), generator=generator).to(self.device)
+        return torch.randint(0, self.size.vocab, (self.batch(length), length), generator=generator).to(self.device)
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,22 @@ class Result:
     failure: str = ""
 
 
-def run(model: str | None = None, lengths: Sequence[int] | None = None, dtype: str | None = None, steps: int | None = None) -> int:
+def run(
+    model: str | None = None, lengths: Sequence[int] | None = None, dtype: str | None = None, steps: int | None = None
+) -> int:
     """Run the demo and print to the terminal. Returns the exit code: 1 if nothing was fused."""
     console = Console(highlight=False)
     setting = _setting(lengths, dtype, steps)
     with _working(console, "building the model"):
+        _quiet_transformers()
         demo = build(model, setting.size)
         demo.model.to(setting.device, setting.dtype)
     _print_title(console, demo, setting)
     report = _found(console, demo, setting)
     _print_report(console, report)
-    _print_errors(console, demo, setting)
-    _print_speed(console, demo, setting)
+    errors, results = _measure_all(console, demo, setting)
+    _print_errors(console, errors, setting)
+    _print_speed(console, results, setting)
     return 0 if report.fused else 1
 
 
@@ -81,14 +85,14 @@ def _setting(lengths: Sequence[int] | None, dtype: str | None, steps: int | None
     cuda = torch.cuda.is_available()
     size = FULL if cuda else SMALL
     chosen = tuple(lengths or (CUDA_LENGTHS if cuda else CPU_LENGTHS))
-    size = Size(size.layers, size.width, size.heads, size.vocab, longest=max(*chosen, TINY))
+    size = Size(size.layers, size.width, size.heads, size.vocab, longest=max(chosen))
     return Setting(
         device=torch.device("cuda" if cuda else "cpu"),
         dtype=getattr(torch, dtype or ("bfloat16" if cuda else "float32")),
         lengths=chosen,
         size=size,
         tokens=CUDA_TOKENS if cuda else CPU_TOKENS,
-        steps=steps or (20 if cuda else 5),
+        steps=steps or (20 if cuda else 10),
     )
 
 
@@ -117,19 +121,59 @@ STEPS: dict[str, Callable] = {"training": _train_step, "inference": _infer_step}
 
 def _found(console: Console, demo: DemoModel, setting: Setting) -> Report:
     demo.model.train()
+    ids = setting.ids(min(setting.lengths[0], EXPLAINED))[:2]
     with _working(console, "looking for attention (flash_fx.explain)"):
-        return explain(partial(demo.loss, demo.model), setting.ids(min(setting.lengths), 1))
+        return explain(partial(demo.loss, demo.model), ids)
 
 
-def _errors(demo: DemoModel, model: Any, ids: Tensor) -> dict[str, dict[str, Tensor]]:
-    """Logits and gradients of one training step, by name."""
+def _measure_all(
+    console: Console, demo: DemoModel, setting: Setting
+) -> tuple[dict[str, Errors], dict[tuple[str, str, int], Result]]:
+    """Errors by run, and results by (run, kind of step, length). The first length is also where errors are taken."""
+    errors: dict[str, Errors] = {}
+    results: dict[tuple[str, str, int], Result] = {}
+    golden = _golden(console, demo, setting)
+    for length in setting.lengths:
+        ids = setting.ids(length)
+        for name in RUNS:
+            _forget_compiled()  # a graph for each length: every compiler at its best
+            model = _compiled(name, demo)
+            for kind in STEPS:
+                with _compiling(console, name, f"{kind}, {ids.shape[0]} x {length} tokens"):
+                    results[name, kind, length] = _measure(demo, model, ids, kind, setting)
+            if golden and name != "stock" and length == setting.lengths[0]:
+                errors[name] = _errors(demo, model, ids, golden)
+    _forget_compiled()
+    return errors, results
+
+
+def _golden(console: Console, demo: DemoModel, setting: Setting) -> dict[str, dict[str, Tensor]]:
+    """The truth for the first length, empty where a float64 copy does not fit."""
+    ids = setting.ids(setting.lengths[0])
+    with _working(console, f"float64 eager copy, {ids.shape[0]} x {ids.shape[1]} tokens") as notes:
+        try:
+            twin = copy.deepcopy(demo.model).double()
+            return _outputs(DemoModel(demo.title, twin, demo.logits, demo.loss), twin, ids)
+        except torch.OutOfMemoryError:
+            notes.append("out of memory, so errors are not measured; try --seq 1024")
+            return {}
+
+
+def _errors(demo: DemoModel, model: Any, ids: Tensor, golden: dict[str, dict[str, Tensor]]) -> Errors:
+    outputs = _outputs(demo, model, ids)
+    return {kind: relative_errors(outputs[kind], truth) for kind, truth in golden.items()}
+
+
+def _outputs(demo: DemoModel, model: Any, ids: Tensor) -> dict[str, dict[str, Tensor]]:
+    """Logits and gradients of the steps that are also timed, by name."""
+    demo.model.train()
     demo.model.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        logits = demo.logits(model, ids)
     demo.loss(model, ids).backward()
     grads = {name: p.grad.clone() for name, p in demo.model.named_parameters() if p.grad is not None}
     demo.model.zero_grad(set_to_none=True)
-    return {"logits": {"logits": logits}, "gradients": grads}
+    demo.model.eval()
+    with torch.no_grad():
+        return {"logits": {"logits": demo.logits(model, ids)}, "gradients": grads}
 
 
 def _measure(demo: DemoModel, model: Any, ids: Tensor, kind: str, setting: Setting) -> Result:
@@ -155,7 +199,9 @@ def _print_title(console: Console, demo: DemoModel, setting: Setting) -> None:
     s = setting.size
     place = torch.cuda.get_device_name() if setting.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     console.print(demo.title)
-    console.print(f"{s.layers} layers, width {s.width}, {s.heads} heads, vocabulary {s.vocab}, random weights, dropout off")
+    console.print(
+        f"{s.layers} layers, width {s.width}, {s.heads} heads, vocabulary {s.vocab}, random weights, dropout off"
+    )
     console.print(f"{_name(setting.dtype)}, {place}, torch {torch.__version__}\n")
 
 
@@ -167,60 +213,46 @@ def _print_report(console: Console, report: Report) -> None:
     console.print()
 
 
-def _print_errors(console: Console, demo: DemoModel, setting: Setting) -> None:
-    length = min(setting.lengths)
-    ids = setting.ids(length, 1)
-    demo.model.train()
-    measured = {}
-    for name in ("flash_fx", "eager"):
-        with _compiling(console, name, f"errors, {length} tokens"):
-            measured[name] = _errors(demo, _compiled(name, demo), ids)
-    golden = _golden(demo, ids)
+def _print_errors(console: Console, errors: dict[str, Errors], setting: Setting) -> None:
+    if len(errors) < 2:
+        return
+    length = setting.lengths[0]
     table = Table("", "flash_fx max", "flash_fx mean", "eager max", "eager mean", box=box.ASCII2)
-    for kind, truth in golden.items():
-        ours, eager = (relative_errors(measured[name][kind], truth) for name in ("flash_fx", "eager"))
-        table.add_row(kind, *(f"{e:.2e}" for e in (*ours, *eager)))
-    console.print(f"relative error against a float64 eager copy, 1 x {length} tokens (gradients: worst parameter)", style="bold")
+    for kind in errors["eager"]:
+        table.add_row(kind, *(f"{e:.2e}" for e in (*errors["flash_fx"][kind], *errors["eager"][kind])))
+    console.print(
+        f"\nrelative error against a float64 eager copy, {setting.batch(length)} x {length} tokens", style="bold"
+    )
+    console.print("gradients: the worst parameter", style="dim")
     console.print(table)
-    console.print()
 
 
-def _golden(demo: DemoModel, ids: Tensor) -> dict[str, dict[str, Tensor]]:
-    twin = DemoModel(demo.title, copy.deepcopy(demo.model).double(), demo.logits, demo.loss)
-    return _errors(twin, twin.model, ids)
-
-
-def _print_speed(console: Console, demo: DemoModel, setting: Setting) -> None:
-    table = Table("step", "tokens", "run", "time", "peak memory", "against eager", box=box.ASCII2)
+def _print_speed(console: Console, results: dict[tuple, Result], setting: Setting) -> None:
+    table = Table("step", "tokens", "run", "time", "memory", "ratio", "ratio", box=box.ASCII2)
     for length in setting.lengths:
-        ids = setting.ids(length, setting.batch(length))
         for kind in STEPS:
-            rows = {}
+            eager = results["eager", kind, length]
             for name in RUNS:
-                _forget_compiled()
-                with _compiling(console, name, f"{kind}, {ids.shape[0]} x {length} tokens"):
-                    rows[name] = _measure(demo, _compiled(name, demo), ids, kind, setting)
-            for name, result in rows.items():
                 first = name == RUNS[0]
-                table.add_row(
-                    kind if first else "", f"{ids.shape[0]} x {length}" if first else "", name,
-                    *_cells(result, rows["eager"]), end_section=name == RUNS[-1],
-                )  # fmt: skip
-    _forget_compiled()
-    console.print(f"median of {setting.steps} steps; memory of one step on top of weights and inputs", style="bold")
+                labels = (kind, f"{setting.batch(length)} x {length}") if first else ("", "")
+                table.add_row(*labels, name, *_cells(results[name, kind, length], eager), end_section=name == RUNS[-1])
+    console.print("\nstock is plain torch.compile", style="dim")
+    console.print(
+        f"median of {setting.steps} steps; memory of one step on top of weights and inputs; ratios to eager",
+        style="bold",
+    )
+    if setting.device.type == "cpu":
+        console.print("memory on the CPU: growth of the resident set", style="dim")
     console.print(table)
 
 
-def _cells(result: Result, eager: Result) -> tuple[str, str, str]:
+def _cells(result: Result, eager: Result) -> tuple[str, str, str, str]:
     if result.failure:
-        return result.failure, "-", "-"
+        return result.failure, "-", "-", "-"
     memory = "not measured" if result.bytes is None else f"{result.bytes / 2**20:,.0f} MiB"
-    if eager.failure or result is eager:
-        return f"{result.seconds * 1e3:,.1f} ms", memory, "-"
-    ratio = f"{eager.seconds / result.seconds:.2f}x as fast"
-    if result.bytes and eager.bytes:
-        ratio += f", {result.bytes / eager.bytes:.2f}x memory"
-    return f"{result.seconds * 1e3:,.1f} ms", memory, ratio
+    time_ratio = "-" if eager.failure else f"{result.seconds / eager.seconds:.2f}"
+    memory_ratio = f"{result.bytes / eager.bytes:.2f}" if result.bytes is not None and eager.bytes else "-"
+    return f"{result.seconds * 1e3:,.1f} ms", memory, time_ratio, memory_ratio
 
 
 @contextlib.contextmanager
@@ -228,7 +260,7 @@ def _compiling(console: Console, name: str, what: str) -> Iterator[None]:
     """Progress of one run; for flash_fx also how many sites the compiled graphs had fused."""
     with recording() as reports, _working(console, f"{name}: {what}") as note:
         yield
-        if name == "flash_fx":
+        if name == "flash_fx" and reports:
             note.append(f"{sum(r.fused for r in reports)} sites fused")
 
 
@@ -238,10 +270,18 @@ def _working(console: Console, what: str) -> Iterator[list[str]]:
     columns = SpinnerColumn(spinner_name="line"), TextColumn("{task.description}"), TimeElapsedColumn()
     notes: list[str] = []
     start = time.perf_counter()
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         progress.add_task(what, total=None)
         yield notes
     console.print(f"  {what}: {'; '.join([f'{time.perf_counter() - start:.1f} s', *notes])}", style="dim")
+
+
+def _quiet_transformers() -> None:
+    """Its advice on configurations would break the display."""
+    if has_transformers():
+        import transformers
+
+        transformers.logging.set_verbosity_error()
 
 
 def _forget_compiled() -> None:
@@ -252,6 +292,3 @@ def _forget_compiled() -> None:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-__all__ = ["TargetError", "run"]

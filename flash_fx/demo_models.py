@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,7 @@ def _load_example(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(f"flash_fx_example_{name}", path)
     assert spec is not None and spec.loader is not None, f"cannot import {path}"
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # Dynamo imports the module of a traced function by name
     spec.loader.exec_module(module)
     return module
 

@@ -1,4 +1,6 @@
-"""Time, peak memory and errors of the demo's runs. Medians; memory is what one step needs on top of what is there before it.
+"""Time, peak memory and errors of the demo's runs.
+
+Times are medians. Memory is what one step needs on top of what is there before it.
 
 On CUDA memory is the allocator's own count. On Linux CPUs it is the growth of the process' resident set (the kernel's
 high-water mark, reset before the step); elsewhere it is not measured.

@@ -70,10 +70,10 @@ def _walk(
     twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: int, score_product: Node, eager_capture: bool
 ) -> _Lifted:
     weights, values = product.args[position], product.args[1 - position]
-    w_shape = shapes.of(weights)  # type: ignore[arg-type]
-    m, n = (w_shape[1], w_shape[2]) if position == 0 else (w_shape[2], w_shape[1])
     d = _head_dim(_operands(score_product)[0], 2, product)
     _head_dim(values, 2 if position == 0 else 1, product)  # type: ignore[arg-type]
+    w_shape = shapes.of(weights)  # type: ignore[arg-type]  # after the head dims: a number may equal a length's symbol
+    m, n = (w_shape[1], w_shape[2]) if position == 0 else (w_shape[2], w_shape[1])
     if n is ix.ONE:
         raise Reject(Reason.ONE_KEY, anchor)
     sizes = {I: w_shape[0], M: m, N: n, D: d}
@@ -202,6 +202,8 @@ def _build(twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: in
     exprs = [e for e in (score, keep, weight) if e is not None]
     keys = [*lifted.key[1], *lifted.value[1]]
     heads = _heads([[*_indices(puller, lifted.query)], exprs, keys], sizes[I], shapes)
+    if heads is ix.ONE and _is_one_batch(shapes.of(anchor), sizes[I]):
+        heads = sizes[I]
     batch = puller.indexer.floordiv(sizes[I], heads)
     indexer = ix.Indexer({B: batch, H: heads, M: sizes[M], N: sizes[N], D: sizes[D]}, shapes.hints)
     split = {I: B if heads is ix.ONE else H if batch is ix.ONE else ix.add(ix.mul(B, heads), H)}
@@ -255,6 +257,11 @@ def _heads(groups: list[list[Expr]], folded: Expr, shapes: Shapes) -> Expr:
             if parts is not None and parts[1] is ix.ZERO:
                 return divisor
     return ix.ONE
+
+
+def _is_one_batch(softmax_shape: tuple[Expr, ...], folded: Expr) -> bool:
+    """[1, H, M, N]: the batch of one has vanished from all index arithmetic."""
+    return len(softmax_shape) == 4 and softmax_shape[0] is ix.ONE and ix.same(softmax_shape[1], folded)
 
 
 def _is_integer(e: Expr) -> bool:

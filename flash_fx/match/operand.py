@@ -36,9 +36,13 @@ def as_operand(
     steps: list = []
     axes: list[_Axis] = []
     digits = _batch_digits(shape, index, sizes)
+    adopted = _adopt_ones(shape, index, letters)
     for position, (size, i) in enumerate(zip(shape, index, strict=True)):
         if position in digits:
             axes.append(_Axis([f"b{digits.index(position)}"], [size]))
+            continue
+        if position in adopted:
+            axes.append(_Axis([adopted[position]], [ix.ONE]))
             continue
         axis = _axis(len(axes), size, i, letters, sizes, steps)
         if axis is None:
@@ -52,6 +56,14 @@ def as_operand(
         steps.append((aten.view.default, (tuple(s for a in axes for s in a.sizes),)))
     _arrange(order, {**sizes, **{letter: s for a in axes for letter, s in zip(a.letters, a.sizes, strict=True)}}, steps)
     return Operand(node, tuple(steps)), heads
+
+
+def _adopt_ones(shape: list[Expr], index: list[Expr], letters: dict[Expr, str]) -> dict[int, str]:
+    """Dimensions of size 1 stand for the batch or the head, in this order, where no other dimension does."""
+    used = {letters[n] for i in index for n in walk(i) if n in letters}
+    missing = [letter for letter in "bh" if letter not in used]
+    ones = [p for p, (size, i) in enumerate(zip(shape, index, strict=True)) if size is ix.ONE and isinstance(i, Const)]
+    return dict(zip(ones, missing, strict=False))
 
 
 def _batch_digits(shape: list[Expr], index: list[Expr], sizes: dict[str, Expr]) -> list[int]:
@@ -86,7 +98,7 @@ def _digit_divisor(i: Expr, size: Expr) -> Expr | None:
 def _axis(at: int, size: Expr, i: Expr, letters: dict, sizes: dict, steps: list) -> list[_Axis] | None:
     """The axes this dimension becomes (none where it is selected away)."""
     if isinstance(i, Const):
-        steps.append((aten.select.int, (at, i)))
+        steps.append((aten.squeeze.dim, (at,)) if size is ix.ONE else (aten.select.int, (at, i)))
         return []
     if i in letters:
         letter = letters[i]

@@ -1,0 +1,641 @@
+"""One table of attentions as people write them: what is fused, with which program, and what is left, for which reason.
+
+A row is a function under `@row(...)`: the tensors it takes, and the verdict. Rows that are left stand beside the row
+that is fused and resembles them. `tests/match/test_zoo_verdicts.py` and `tests/test_zoo_numerics.py` run every row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+B, H, M, N, D = 2, 3, 17, 13, 16
+INF = math.inf
+
+
+@dataclass(frozen=True)
+class T:
+    """One argument. `kind`: "grad" or "plain" floats, a bool "keep" mask, or a mask of 0 and 1 ("int", "uint8")."""
+
+    shape: tuple[int, ...]
+    kind: str = "grad"
+    dtype: torch.dtype = torch.float32
+
+    def make(self, generator: torch.Generator) -> Tensor:
+        if self.kind in ("grad", "plain"):
+            made = torch.randn(self.shape, generator=generator, dtype=torch.float64).to(self.dtype)
+            return made.requires_grad_(self.kind == "grad")
+        keep = torch.rand(self.shape, generator=generator) < 0.7
+        keep[..., 0] = True  # no row without a key
+        return keep.to({"keep": torch.bool, "int": torch.int64, "uint8": torch.uint8}[self.kind])
+
+
+@dataclass(frozen=True)
+class Case:
+    """`program` is the text of every site in order; `dynamic_program` where run-time shapes change it."""
+
+    name: str
+    make: Callable[[], Callable]
+    tensors: tuple[T, ...]
+    verdict: str = "fuse"
+    reason: str | None = None
+    program: tuple[str, ...] | None = None
+    dynamic_program: tuple[str, ...] | None = None
+    sites: int = 1
+    random: bool = False
+    lossy: torch.dtype | None = None  # a narrower dtype that the row itself computes in
+
+    def build(self) -> tuple[Callable, tuple[Tensor, ...]]:
+        """The function or module, and its arguments; the same ones on every call."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            fn = self.make()
+        generator = torch.Generator().manual_seed(11)
+        return fn, tuple(t.make(generator) for t in self.tensors)
+
+
+CASES: list[Case] = []
+
+
+Text = str | Sequence[str] | None
+
+
+def row(*tensors: T, program: Text = None, dynamic: Text = None, **fields: Any):
+    """Add the function below, or what the module class below builds, to the table."""
+
+    def add(fn: Any) -> Any:
+        texts, dynamic_texts = ((p,) if isinstance(p, str) else p and tuple(p) for p in (program, dynamic))
+        make = fn if isinstance(fn, type) else lambda: fn
+        name = getattr(fn, "row_name", fn.__name__.lower())
+        CASES.append(Case(name, make, tensors, program=texts, dynamic_program=dynamic_texts, **fields))
+        return fn
+
+    return add
+
+
+def left(*tensors: T, reason: str, **fields: Any):
+    """Add a row whose attention is seen and left alone."""
+    return row(*tensors, verdict="leave", reason=reason, **fields)
+
+
+def floats(*shapes: tuple[int, ...], kind: str = "grad", dtype: torch.dtype = torch.float32) -> tuple[T, ...]:
+    return tuple(T(s, kind, dtype) for s in shapes)
+
+
+def qkv(m: int = M, n: int = N, d: int = D, dv: int | None = None, h: int = H, hk: int | None = None, **fields: Any):
+    """[B, H, M, D], [B, Hk, N, D], [B, Hk, N, Dv]"""
+    hk = hk or h
+    return floats((B, h, m, d), (B, hk, n, d), (B, hk, n, dv or d), **fields)
+
+
+PLAIN = "score = score * 0.25"
+DIVIDED = "score = score / 4.0"
+MASKED = "score = score * 0.25; keep = ~c0[b, 0, 0, kv_idx]"
+CAUSAL = "score = score * 0.25; keep = kv_idx <= q_idx"
+KEEP = T((B, 1, 1, N), "keep")
+
+# *** spellings of the products, and layouts ***
+
+
+@row(*qkv(), program=PLAIN)
+def matmul_operator(q, k, v):
+    return (q @ k.transpose(-2, -1) * 0.25).softmax(-1) @ v
+
+
+@row(*qkv(), program=PLAIN)
+def matmul_functions(q, k, v):
+    scores = torch.matmul(q, k.permute(0, 1, 3, 2)).mul(0.25)
+    return torch.matmul(F.softmax(scores, dim=-1), v)
+
+
+@row(*floats((B * H, M, D), (B * H, N, D), (B * H, N, D)), program=PLAIN)
+def bmm_folded(q, k, v):
+    return torch.bmm(torch.softmax(torch.bmm(q, k.mT) * 0.25, 2), v)
+
+
+@row(*qkv(), program=PLAIN)
+def einsum_bhmd(q, k, v):
+    return torch.einsum("bhmn,bhnd->bhmd", (torch.einsum("bhmd,bhnd->bhmn", q, k) * 0.25).softmax(-1), v)
+
+
+@row(*floats((B, M, H, D), (B, N, H, D), (B, N, H, D)), program=PLAIN)
+def einsum_bmhd(q, k, v):
+    return torch.einsum("bhmn,bnhd->bmhd", (torch.einsum("bmhd,bnhd->bhmn", q, k) * 0.25).softmax(-1), v)
+
+
+@row(*floats((B * H, M, D), (B * H, N, D), (B * H, N, D)), program=PLAIN)
+def baddbmm_beta_zero(q, k, v):
+    empty = torch.empty(q.size(0), q.size(1), k.size(1), dtype=q.dtype)
+    return torch.bmm(torch.baddbmm(empty, q, k.mT, beta=0, alpha=0.25).softmax(-1), v)
+
+
+@row(
+    *floats((B * H, M, D), (B * H, N, D), (B * H, N, D), (B * H, 1, N)),
+    program="score = score * 0.25 + c0[b, 0, kv_idx]",
+)
+def baddbmm_bias(q, k, v, alibi):
+    return torch.bmm(torch.baddbmm(alibi, q, k.mT, beta=1.0, alpha=0.25).softmax(-1), v)
+
+
+@row(*floats((M, B, H, D), (N, B, H, D), (N, B, H, D)), program="")
+def length_first(q, k, v):
+    q, k, v = (t.reshape(t.size(0), B * H, D).transpose(0, 1) for t in (q * 0.25, k, v))
+    out = torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v)
+    return out.transpose(0, 1).reshape(-1, B, H * D)
+
+
+@row(*floats((B, D, 4, 4), (B, D, 4, 4), (B, D, 4, 4)), program=PLAIN)
+def conv_channels_first(q, k, v):
+    b, c, h, w = q.shape
+    weights = torch.bmm(q.reshape(b, c, h * w).permute(0, 2, 1), k.reshape(b, c, h * w)) * (int(c) ** (-0.5))
+    weights = F.softmax(weights, dim=2).permute(0, 2, 1)
+    return torch.bmm(v.reshape(b, c, h * w), weights).reshape(b, c, h, w)
+
+
+@row(*floats((M, D), (N, D), (N, D)), program=PLAIN)
+def rank_two(q, k, v):
+    return torch.mm(torch.softmax(torch.mm(q, k.t()) * 0.25, 1), v)
+
+
+@row(*floats((B, 4, H, 9, D), (B, 4, H, 9, D), (B, 4, H, 9, D)), program=PLAIN)
+def rank_five_windows(q, k, v):
+    return (q @ k.mT * 0.25).softmax(-1) @ v
+
+
+@row(*qkv(), program=PLAIN)
+def keys_first_softmax_over_rows(q, k, v):
+    return (k @ q.mT * 0.25).softmax(-2).mT @ v
+
+
+@left(*qkv(m=N), reason="softmax-axis")
+def softmax_over_queries(q, k, v):
+    return (q @ k.mT * 0.25).softmax(-2) @ v
+
+
+@left(*qkv(), reason="softmax-axis")
+def softmax_over_heads(q, k, v):
+    return (q @ k.mT * 0.25).softmax(1) @ v
+
+
+@left(*floats((B, M, D), (B, N, D), (B, N, D)), reason="softmax-axis")
+def softmax_over_batch(q, k, v):
+    return (q @ k.mT * 0.25).softmax(0) @ v
+
+
+@row(T((B, M, H * D)), program=DIVIDED)
+class PackedProjection(nn.Module):
+    row_name = "packed_projection"
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(H * D, 3 * H * D), nn.Linear(H * D, H * D)
+        self.softmax, self.drop = nn.Softmax(dim=-1), nn.Dropout(0.0)
+
+    def forward(self, x):
+        b, m, e = x.shape
+        q, k, v = self.qkv(x).reshape(b, m, 3, H, D).permute(2, 0, 3, 1, 4).unbind(0)
+        weights = self.drop(self.softmax(q @ k.transpose(-2, -1) / math.sqrt(D)))
+        return self.out((weights @ v).transpose(1, 2).contiguous().view(b, m, e))
+
+
+# *** scale ***
+
+
+@row(*qkv(), program="")
+def scale_query(q, k, v):
+    return (q * D**-0.5 @ k.mT).softmax(-1) @ v
+
+
+@row(*qkv(), program="")
+def scale_key(q, k, v):
+    return (q @ (k / math.sqrt(D)).mT).softmax(-1) @ v
+
+
+@row(*qkv(), program="")
+def scale_both(q, k, v):
+    return ((q * 0.5) @ (k * 0.5).mT).softmax(-1) @ v
+
+
+@row(*qkv(), KEEP, program=DIVIDED + "; keep = ~c0[b, 0, 0, kv_idx]")
+def scale_before_mask(q, k, v, keep):
+    return (q @ k.mT / math.sqrt(D)).masked_fill(~keep, -INF).softmax(-1) @ v
+
+
+@row(*qkv(), KEEP, program=DIVIDED + "; keep = ~c0[b, 0, 0, kv_idx]")
+def scale_after_mask(q, k, v, keep):
+    return ((q @ k.mT).masked_fill(~keep, -INF) / math.sqrt(D)).softmax(-1) @ v
+
+
+@row(*qkv(), program="score = score / sqrt(16.0)")
+def scale_tensor(q, k, v):
+    return (q @ k.mT / torch.sqrt(torch.tensor(float(D)))).softmax(-1) @ v
+
+
+@row(*qkv(), T(()), program="score = score * c0")
+def scale_learned(q, k, v, scale):
+    return (q @ k.mT * scale).softmax(-1) @ v
+
+
+@row(*qkv(), T((H, 1, 1)), program="score = score * c0[h, 0, 0]")
+def scale_learned_for_each_head(q, k, v, scale):
+    return (q @ k.mT * scale.clamp(max=4.0).exp()).softmax(-1) @ v
+
+
+@row(*qkv(), program="")
+def scale_none(q, k, v):
+    return (q @ k.mT).softmax(-1) @ v
+
+
+@row(*qkv(), program="score = score * -0.25")
+def scale_negative(q, k, v):
+    return (-0.25 * (q @ k.mT)).softmax(-1) @ v
+
+
+# *** softmax, and other functions of the score ***
+
+
+@row(*qkv(dtype=torch.bfloat16), program=PLAIN)
+def softmax_dtype_argument(q, k, v):
+    return F.softmax(q @ k.mT * 0.25, dim=-1, dtype=torch.float32).to(q.dtype) @ v
+
+
+@row(*qkv(dtype=torch.float16), program=PLAIN)
+def softmax_float_method(q, k, v):
+    return torch.softmax((q @ k.mT * 0.25).float(), -1).type_as(v) @ v
+
+
+@row(*qkv(), program="score = minimum(maximum(score, -5.0), 5.0) * 0.25")
+def clamped_score(q, k, v):
+    return ((q @ k.mT).clamp(-5, 5) * 0.25).softmax(-1) @ v
+
+
+@row(*qkv(), program="score = tanh(score * 0.25 / 5.0) * 5.0")
+def soft_cap(q, k, v):
+    return (torch.tanh(q @ k.mT * 0.25 / 5.0) * 5.0).softmax(-1) @ v
+
+
+@row(*qkv(), verdict="leave", sites=0)
+def sigmoid_attention(q, k, v):
+    return (q @ k.mT * 0.25).sigmoid() @ v
+
+
+@row(*qkv(), verdict="leave", sites=0)
+def double_softmax(q, k, v):
+    return (q @ k.mT * 0.25).softmax(-1).softmax(-1) @ v
+
+
+@left(*qkv(), reason="score-not-pointwise")
+def top_k(q, k, v):
+    scores = q @ k.mT * 0.25
+    least = scores.topk(5, dim=-1).values[..., -1:]
+    return scores.masked_fill(scores < least, -INF).softmax(-1) @ v
+
+
+@left(*qkv(), T((H, H)), reason="score-not-pointwise")
+def talking_heads(q, k, v, mix):
+    return torch.einsum("bhmn,hg->bgmn", q @ k.mT * 0.25, mix).softmax(-1) @ v
+
+
+# *** additive masks and trainable biases ***
+
+BIASES = {
+    "n": ((N,), "c0[kv_idx]"),
+    "mn": ((M, N), "c0[q_idx, kv_idx]"),
+    "hmn": ((H, M, N), "c0[h, q_idx, kv_idx]"),
+    "1hmn": ((1, H, M, N), "c0[0, h, q_idx, kv_idx]"),
+    "b1mn": ((B, 1, M, N), "c0[b, 0, q_idx, kv_idx]"),
+    "b11n": ((B, 1, 1, N), "c0[b, 0, 0, kv_idx]"),
+    "11m1": ((1, 1, M, 1), "c0[0, 0, q_idx, 0]"),
+    "h11": ((H, 1, 1), "c0[h, 0, 0]"),
+    "scalar": ((), "c0"),
+}
+
+
+def biased(q, k, v, bias):
+    return (q @ k.mT * 0.25 + bias).softmax(-1) @ v
+
+
+for _name, (_shape, _load) in BIASES.items():
+    CASES.append(
+        Case(f"bias_{_name}", lambda: biased, (*qkv(), T(_shape)), program=(f"score = score * 0.25 + {_load}",))
+    )
+
+
+@row(*qkv(), T((H, M + N)), program=None)
+def relative_bias(q, k, v, table):
+    distance = torch.arange(M)[:, None] - torch.arange(N)[None] + N
+    return (q @ k.mT * 0.25 + table[:, distance]).softmax(-1) @ v
+
+
+@row(*qkv(m=N), T((N,)), program=None)
+def bias_read_twice(q, k, v, bias):
+    return (q @ k.mT * 0.25 + bias[:, None] * bias).softmax(-1) @ v
+
+
+@row(*qkv(m=N), T((N, N)), program=None)
+def bias_of_a_diagonal(q, k, v, bias):
+    return (q @ k.mT * 0.25 + bias.flip(0)).softmax(-1) @ v
+
+
+@row(*qkv(), T((B, N), "int"), program="score = score * 0.25 + c0[b, 0, 0, kv_idx]")
+def extended_int_mask(q, k, v, mask):
+    extended = (1.0 - mask[:, None, None, :].to(q.dtype)) * -10000.0
+    return (q @ k.mT * 0.25 + extended).softmax(-1) @ v
+
+
+@row(
+    *qkv(), T((B, 1, M, N), "keep"), T((H, M, N)),
+    program="score = score * 0.25 + c0[h, q_idx, kv_idx]; keep = c1[b, 0, q_idx, kv_idx]",
+)
+def mask_and_bias(q, k, v, keep, bias):
+    added = torch.zeros(keep.shape, dtype=q.dtype).masked_fill(~keep, -INF)
+    return (q @ k.mT * 0.25 + bias + added).softmax(-1) @ v
+
+
+# *** bool masks ***
+
+
+@row(*qkv(), T((B, 1, M, N), "keep"), program="score = score * 0.25; keep = c0[b, 0, q_idx, kv_idx]")
+def keep_where(q, k, v, keep):
+    return torch.where(keep, q @ k.mT * 0.25, -INF).softmax(-1) @ v
+
+
+@row(
+    *qkv(), T((B, 1, M, N), "keep"),
+    program="score = score * 0.25; keep = ~c0[b, 0, q_idx, 12 - kv_idx]",
+    dynamic="score = score * 0.25; keep = ~c0[b, 0, q_idx, kv_len - kv_idx - 1]",
+)
+def drop_where(q, k, v, keep):
+    drop = keep.flip(-1)
+    return torch.where(drop.logical_not().logical_not(), -INF, q @ k.mT * 0.25).softmax(-1) @ v
+
+
+@row(*qkv(), T((B, N), "uint8"), program="score = where(c0[b, 0, 0, kv_idx], -1000000000.0, score * 0.25)")
+def uint8_mask_equal_zero(q, k, v, mask):
+    return (q @ k.mT * 0.25).masked_fill(mask[:, None, None] == 0, -1e9).softmax(-1) @ v
+
+
+@row(*qkv(), T((B, N), "int"), program="score = where(c0[b, 0, 0, kv_idx], -3.4028234663852886e+38, score * 0.25)")
+def int_mask_finfo_min(q, k, v, mask):
+    scores = q @ k.mT * 0.25
+    return scores.masked_fill(mask[:, None, None].eq(0), torch.finfo(scores.dtype).min).softmax(-1) @ v
+
+
+@row(*qkv(), KEEP, program=MASKED)
+def fill_in_place(q, k, v, keep):
+    scores = torch.matmul(q, k.mT) * 0.25
+    scores.masked_fill_(~keep, float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+@row(*qkv(), T((B, N), "int"), program="score = where(c0[b, 0, 0, kv_idx], score * 0.25, -10000.0)")
+def fill_ten_thousand(q, k, v, mask):
+    return torch.where(mask[:, None, None].bool(), q @ k.mT * 0.25, torch.tensor(-1e4)).softmax(-1) @ v
+
+
+# *** causal masks and windows ***
+
+
+@row(*qkv(m=N), program=CAUSAL)
+def causal_tril(q, k, v):
+    mask = torch.tril(torch.ones(q.size(-2), k.size(-2)))
+    return (q @ k.mT * 0.25).masked_fill(mask == 0, -INF).softmax(-1) @ v
+
+
+@row(*qkv(), program=CAUSAL)
+def causal_triu_top_left(q, k, v):
+    mask = torch.triu(torch.full((q.size(-2), k.size(-2)), -INF), diagonal=1)
+    return (q @ k.mT * 0.25 + mask).softmax(-1) @ v
+
+
+@row(
+    *qkv(m=9),
+    program="score = score * 0.25; keep = kv_idx <= q_idx + 4",
+    dynamic="score = score * 0.25; keep = kv_idx <= q_idx + kv_len - q_len",
+)
+def causal_bottom_right(q, k, v):
+    m, n = q.size(-2), k.size(-2)
+    keep = torch.ones(m, n, dtype=torch.bool).tril(diagonal=n - m)
+    return (q @ k.mT * 0.25).masked_fill(~keep, -INF).softmax(-1) @ v
+
+
+@row(*qkv(m=N), program="score = where(kv_idx <= q_idx, score * 0.25, -1000000000.0)")
+def causal_arange(q, k, v):
+    i = torch.arange(q.size(-2))
+    return torch.where(i[:, None] >= i[None, :], q @ k.mT * 0.25, -1e9).softmax(-1) @ v
+
+
+@row(
+    *qkv(m=9),
+    program="score = where(c0[0, 0, q_idx + 4, kv_idx], score * 0.25, -3.4028234663852886e+38)",
+    dynamic="score = where(c0[0, 0, q_idx + kv_len - q_len, kv_idx], score * 0.25, -3.4028234663852886e+38)",
+)
+class CausalBuffer(nn.Module):
+    row_name = "causal_buffer"
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("bias", torch.tril(torch.ones(32, 32, dtype=torch.bool)).view(1, 1, 32, 32))
+
+    def forward(self, q, k, v):
+        m, n = q.size(-2), k.size(-2)
+        scores = torch.where(self.bias[:, :, n - m : n, :n], q @ k.mT * 0.25, torch.finfo(q.dtype).min)
+        return scores.softmax(-1) @ v
+
+
+@row(*qkv(m=N), program="score = score * 0.25; keep = (kv_idx <= q_idx) & (kv_idx >= q_idx - 4)")
+def sliding_window(q, k, v):
+    i = torch.arange(q.size(-2))
+    distance = i[:, None] - i[None, :]
+    return (q @ k.mT * 0.25).masked_fill((distance < 0) | (distance > 4), -INF).softmax(-1) @ v
+
+
+# *** in-place updates ***
+
+
+@row(*qkv(), T((H, M, N)), program="score = score * 0.25 + c0[h, q_idx, kv_idx]")
+def in_place_updates(q, k, v, bias):
+    scores = q @ k.mT
+    scores *= 0.25
+    scores += bias
+    return scores.softmax(-1) @ v
+
+
+@row(*qkv(m=N, kind="plain"), program=PLAIN)
+def query_changed_after(q, k, v):
+    q = q * 1.0
+    out = (q @ k.mT * 0.25).softmax(-1) @ v
+    q.add_(1.0)
+    return out + q
+
+
+@row(*qkv(m=N, kind="plain"), program=PLAIN)
+def query_changed_between_but_recomputable(q, k, v):
+    q = q * 1.5
+    scores = q @ k.mT * 0.25
+    q.add_(1.0)
+    return scores.softmax(-1) @ v + q
+
+
+@left(*qkv(m=N, kind="plain"), reason="mutated")
+def query_changed_between(q, k, v):
+    q = F.layer_norm(q, (D,))
+    scores = q @ k.mT * 0.25
+    q.add_(1.0)
+    return scores.softmax(-1) @ v + q
+
+
+# *** weights ***
+
+
+@row(*qkv(), program="score = score * 0.25; drop = 0.25", random=True)
+def dropout_functional(q, k, v):
+    return F.dropout((q @ k.mT * 0.25).softmax(-1), 0.25) @ v
+
+
+@row(*qkv(), program=PLAIN)
+def dropout_eval(q, k, v):
+    return F.dropout((q @ k.mT * 0.25).softmax(-1), 0.25, training=False) @ v
+
+
+@row(*qkv(), program="score = score * 0.25; drop = 0.5", random=True)
+class DropoutModule(nn.Module):
+    row_name = "dropout_module"
+
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, q, k, v):
+        return self.drop((q @ k.mT * 0.25).softmax(-1)) @ v
+
+
+@left(*qkv(), reason="dropout", random=True)
+def dropout_twice(q, k, v):
+    return F.dropout(F.dropout((q @ k.mT * 0.25).softmax(-1), 0.25), 0.25) @ v
+
+
+@row(*qkv(), T((H, 1, 1)), program="score = score * 0.25; weight = c0[h, 0, 0]")
+def head_gate(q, k, v, gate):
+    return ((q @ k.mT * 0.25).softmax(-1) * gate) @ v
+
+
+@left(*qkv(), reason="weight-not-pointwise")
+def weights_squared(q, k, v):
+    return (q @ k.mT * 0.25).softmax(-1).square() @ v
+
+
+@left(*qkv(), reason="weights-used")
+def weights_returned(q, k, v):
+    weights = (q @ k.mT * 0.25).softmax(-1)
+    return weights @ v, weights
+
+
+@left(*qkv(), reason="weights-used")
+def weights_in_a_loss(q, k, v):
+    weights = (q @ k.mT * 0.25).softmax(-1)
+    return weights @ v, (weights * (weights + 1e-9).log()).sum()
+
+
+@left(*qkv(), reason="weights-used")
+def scores_returned(q, k, v):
+    scores = q @ k.mT * 0.25
+    return scores.softmax(-1) @ v, scores
+
+
+@row(*qkv(), T((B, H, N, 5)), program=(PLAIN, PLAIN), sites=2)
+def two_values(q, k, v, other):
+    weights = (q @ k.mT * 0.25).softmax(-1)
+    return weights @ v, weights @ other
+
+
+@left(*qkv(), reason="gradient-stopped")
+def weights_detached(q, k, v):
+    return (q @ k.mT * 0.25).softmax(-1).detach() @ v
+
+
+@row(*qkv(), program=PLAIN)
+def query_detached(q, k, v):
+    return (q.detach() @ k.mT * 0.25).softmax(-1) @ v
+
+
+# *** heads and head dimensions ***
+
+
+@row(*qkv(h=6, hk=2), program=PLAIN)
+def grouped_expand_reshape(q, k, v):
+    k, v = (t[:, :, None].expand(B, 2, 3, N, D).reshape(B, 6, N, D) for t in (k, v))
+    return (q @ k.mT * 0.25).softmax(-1) @ v
+
+
+@row(*qkv(h=6, hk=2), program=PLAIN)
+def grouped_repeat_interleave(q, k, v):
+    k, v = (t.repeat_interleave(3, dim=1) for t in (k, v))
+    return (q @ k.mT * 0.25).softmax(-1) @ v
+
+
+@row(*floats((B, H, M, D), (B, 1, N, D), (B, 1, N, D)), program=PLAIN)
+def multi_query(q, k, v):
+    return (q @ k.mT * 0.25).softmax(-1) @ v
+
+
+@row(*qkv(dv=24), program=PLAIN)
+def other_value_dim(q, k, v):
+    return (q @ k.mT * 0.25).softmax(-1) @ v
+
+
+@left(*floats((B, 6, M, D), (B, 2, N, D), (B, 3, N, D)), reason="operand")
+def heads_in_unequal_groups(q, k, v):
+    k, v = k.repeat_interleave(3, dim=1), v.repeat(1, 2, 1, 1)
+    return (q @ k.mT * 0.25).softmax(-1) @ v
+
+
+def half_power(q, k, v):
+    return (q @ k.mT * 0.125).softmax(-1) @ v
+
+
+for _d in (1, 20, 80, 256):
+    CASES.append(Case(f"head_dim_{_d}", lambda: half_power, qkv(d=_d), program=("score = score * 0.125",)))
+CASES.append(Case("head_dim_320", lambda: half_power, qkv(d=320), verdict="leave", reason="head-dim"))
+CASES.append(Case("float64", lambda: half_power, qkv(dtype=torch.float64), verdict="leave", reason="dtype"))
+CASES.append(Case("single_query", lambda: half_power, qkv(m=1), program=("score = score * 0.125",)))
+CASES.append(Case("single_key", lambda: half_power, qkv(n=1), verdict="leave", reason="one-key"))
+
+
+# *** regions ***
+
+
+@row(*qkv(), program=PLAIN)
+def under_checkpoint(q, k, v):
+    return checkpoint(matmul_operator, q, k, v, use_reentrant=False)
+
+
+@row(*qkv(), program=PLAIN, lossy=torch.bfloat16)
+def under_autocast(q, k, v):
+    with torch.autocast("cpu", torch.bfloat16):
+        return matmul_operator(q, k, v)
+
+
+@row(*qkv(m=N), program=PLAIN)
+def under_no_grad(q, k, v):
+    with torch.no_grad():
+        seen = matmul_operator(q, k, v)
+    return v * seen + q
+
+
+@row(*qkv(m=N), program=(PLAIN,) * 3, sites=3)
+def chain_of_three(q, k, v):
+    for _ in range(3):
+        q = matmul_operator(q, k, v)
+    return q
+
+
+BY_NAME = {c.name: c for c in CASES}
+assert len(BY_NAME) == len(CASES), "two rows share a name"
