@@ -22,21 +22,31 @@ def errors(ours: Tensor, golden: Tensor) -> tuple[float, float]:
     return difference.max().item(), difference.mean().item()
 
 
-def check(name: str, ours: Tensor, eager: Tensor, golden: Tensor) -> list[str]:
-    """What is wrong with the tensor; nothing if its error is within eager's own plus a few eps of the truth."""
+def check(
+    name: str, ours: Tensor, eager: Tensor, golden: Tensor, rounding: torch.dtype | None = None
+) -> list[str]:
+    """What is wrong with the tensor; nothing if its error is within eager's own plus a few eps of the truth.
+
+    `rounding` names the dtype the computation rounds to where that is not the tensor's own.
+    """
     if ours.shape != eager.shape or ours.dtype != eager.dtype:
         return [f"{name}: {tuple(ours.shape)} {ours.dtype}, wanted {tuple(eager.shape)} {eager.dtype}"]
     finite = golden[torch.isfinite(golden)].abs()
-    rounding = FEW_EPS * torch.finfo(ours.dtype).eps * (finite.max().item() if finite.numel() else 0.0)
+    allowed = FEW_EPS * torch.finfo(rounding or ours.dtype).eps * (finite.max().item() if finite.numel() else 0.0)
     problems = []
     for kind, mine, theirs in zip(("max", "mean"), errors(ours, golden), errors(eager, golden), strict=True):
-        budget = theirs + rounding
+        budget = theirs + allowed
         if not mine <= budget:
             problems.append(f"{name}: {kind} error {mine:.3e}, eager {theirs:.3e}, budget {budget:.3e}")
     return problems
 
 
-def assert_within_budget(ours: Mapping[str, Tensor], eager: Mapping[str, Tensor], golden: Mapping[str, Tensor]) -> None:
+def assert_within_budget(
+    ours: Mapping[str, Tensor],
+    eager: Mapping[str, Tensor],
+    golden: Mapping[str, Tensor],
+    rounding: torch.dtype | None = None,
+) -> None:
     """Every named tensor against eager in its dtype and against the float64 truth."""
-    problems = [p for name in golden for p in check(name, ours[name], eager[name], golden[name])]
+    problems = [p for name in golden for p in check(name, ours[name], eager[name], golden[name], rounding)]
     assert not problems, "\n".join(problems)

@@ -328,20 +328,40 @@ for _name, (_shape, _load) in BIASES.items():
     )
 
 
-@row(*qkv(), T((H, M + N)), program=None)
+@row(*qkv(), T((H, M + N)), program="score = score * 0.25 + c0[h, q_idx, kv_idx]")
 def relative_bias(q, k, v, table):
     distance = torch.arange(M)[:, None] - torch.arange(N)[None] + N
     return (q @ k.mT * 0.25 + table[:, distance]).softmax(-1) @ v
 
 
-@row(*qkv(m=N), T((N,)), program=None)
+@row(*qkv(m=N), T((N,)), program="score = score * 0.25 + c0[q_idx] * c0[kv_idx]")
 def bias_read_twice(q, k, v, bias):
     return (q @ k.mT * 0.25 + bias[:, None] * bias).softmax(-1) @ v
 
 
-@row(*qkv(m=N), T((N, N)), program=None)
-def bias_of_a_diagonal(q, k, v, bias):
+@row(*qkv(m=N), T((N, N)), program="score = score * 0.25 + c0[q_idx, kv_idx]")
+def bias_flipped(q, k, v, bias):
     return (q @ k.mT * 0.25 + bias.flip(0)).softmax(-1) @ v
+
+
+def folded_bias(q, k, v, bias):
+    folded = (t.reshape(-1, t.size(-2), D) for t in (q, k))
+    scores = torch.baddbmm(bias, next(folded), next(folded).mT, alpha=0.25)
+    return (scores.softmax(-1) @ v.reshape(-1, N, D)).view(q.shape)
+
+
+CASES.append(
+    Case(
+        "bias_of_folded_heads", lambda: folded_bias, (*qkv(), T((B * H, 1, N), "plain")),
+        program=("score = score * 0.25 + c0[b * 3 + h, 0, kv_idx]",),
+    )
+)  # fmt: skip
+CASES.append(
+    Case(
+        "bias_of_folded_heads_with_gradient", lambda: folded_bias, (*qkv(), T((B * H, 1, N))),
+        verdict="leave", reason="capture-gradient",
+    )
+)  # fmt: skip
 
 
 @row(*qkv(), T((B, N), "int"), program="score = score * 0.25 + c0[b, 0, 0, kv_idx]")
