@@ -144,3 +144,21 @@ def annotate_with_fakes(gm: Any, example_inputs: Any) -> None:
     fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in example_inputs]
     with mode:
         Annotate(gm).run(*fakes)
+
+
+def run_pre_grad_pass_early() -> Callable[[], None]:
+    """Run the pre-grad pass on every compile, before caches are asked, so that reports exist for warm ones too.
+
+    Newer torch runs a pass with a uuid only where the cache misses. Returns what undoes the change.
+    """
+    from torch._inductor import config
+
+    if not hasattr(config, "pre_grad_pass_timing"):
+        return lambda: None
+    before = config.pre_grad_pass_timing
+    config.pre_grad_pass_timing = "early"
+
+    def undo() -> None:
+        config.pre_grad_pass_timing = before
+
+    return undo

@@ -58,7 +58,7 @@ def backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
     causal: bool, scale: float, *, needs: list[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """The needed gradients of query, key, value and captures; the program reads no capture, so theirs are none."""
+    """The needed gradients of query, key, value and captures; the program reads no capture."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # the order that the kernel's forward writes
     query, key, value, out = (_rows(t) for t in (query, key, value, out))

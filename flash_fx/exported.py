@@ -29,6 +29,9 @@ def rewrite(graph: Any, example_inputs: Sequence[Any] | None = None) -> Report:
     if not _has_fakes(gm):
         if example_inputs is None:
             raise OperandError("this graph carries no shapes: pass example_inputs, one per placeholder")
+        wanted = sum(n.op == "placeholder" for n in gm.graph.nodes)
+        if len(example_inputs) != wanted:
+            raise OperandError(f"the graph has {wanted} placeholders, got {len(example_inputs)} example_inputs")
         annotate_with_fakes(gm, example_inputs)
     return rewrite_graph(gm)
 

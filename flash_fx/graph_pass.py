@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from . import compat
 from . import ops  # noqa: F401  the operator must exist before a graph calls it
 from .fingerprint import uuid
 from .match.normalize import example_value
@@ -34,6 +35,7 @@ class FlashAttentionPass(CustomGraphPass):
 
     def __init__(self, then: Callable[[torch.fx.Graph], None] | None = None, **options: Any) -> None:
         self.options, self.then = Options.make(**options), then
+        self.undo: Callable[[], None] = lambda: None  # set by install
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         if self.then is not None:
@@ -74,6 +76,7 @@ def install(**options: Any) -> Installed:
     from torch._inductor import config
 
     pass_ = FlashAttentionPass(config.pre_grad_custom_pass, **options)
+    pass_.undo = compat.run_pre_grad_pass_early()
     config.pre_grad_custom_pass = pass_
     return Installed(pass_)
 
@@ -83,4 +86,5 @@ def uninstall() -> None:
     from torch._inductor import config
 
     if isinstance(config.pre_grad_custom_pass, FlashAttentionPass):
+        config.pre_grad_custom_pass.undo()
         config.pre_grad_custom_pass = config.pre_grad_custom_pass.then

@@ -65,7 +65,7 @@ def _expected_inline(case: Any, text: str, expected: str) -> None:
     depth = 0
     while frame is not None and frame.f_globals.get("__name__") == __name__:
         frame, depth = frame.f_back, depth + 1
-    case.assertExpectedInline(text, expected, skip=depth - 1)
+    case.assertExpectedInline(text, expected, skip=depth)
 
 
 # *** text ***

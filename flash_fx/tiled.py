@@ -77,7 +77,8 @@ def backward(
     """The gradients of query, key, value and captures that `needs` asks for, in order, each like its input."""
     plain = cpu_sdpa.plain_attention(query, key, value, program)
     if plain is not None:
-        return cpu_sdpa.backward(grad_out, query, key, value, out, lse, *plain, needs=needs)
+        unread = [c.new_zeros(c.shape) for c, n in zip(captures, needs[3:], strict=True) if n]
+        return cpu_sdpa.backward(grad_out, query, key, value, out, lse, *plain, needs=needs) + unread
     job = _Job(query, key, value, captures, sizes, seed, program)
     inputs = [query, key, value, *captures]
     grads = [t.new_zeros(t.shape, dtype=job.dtype) if n else None for t, n in zip(inputs, needs, strict=True)]

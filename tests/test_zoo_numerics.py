@@ -17,12 +17,16 @@ from zoo import BY_NAME, CASES, Case
 import flash_fx
 
 FIXED = [c for c in CASES if not c.random]
-HALF = (
-    "matmul_operator einsum_bmhd baddbmm_bias conv_channels_first packed_projection scale_learned bias_hmn bias_scalar "
-    "int_mask_finfo_min causal_buffer causal_bottom_right sliding_window in_place_updates grouped_expand_reshape head_dim_80 "
-    "weights_detached chain_of_three under_checkpoint"
-).split()
-INDUCTOR = "packed_projection einsum_bmhd bias_b1mn causal_buffer grouped_repeat_interleave weights_in_a_loss under_checkpoint".split()
+HALF = [
+    "matmul_operator", "einsum_bmhd", "baddbmm_bias", "conv_channels_first", "packed_projection", "scale_learned",
+    "bias_hmn", "bias_scalar", "int_mask_finfo_min", "causal_buffer", "causal_bottom_right", "sliding_window",
+    "in_place_updates", "grouped_expand_reshape", "head_dim_80", "weights_detached",
+    "chain_of_three", "under_checkpoint",
+]  # fmt: skip
+INDUCTOR = [
+    "packed_projection", "einsum_bmhd", "bias_b1mn", "causal_buffer", "grouped_repeat_interleave", "weights_in_a_loss",
+    "under_checkpoint",
+]  # fmt: skip
 Named = dict[str, Tensor]
 
 
@@ -38,7 +42,7 @@ def model_in(case: Case, dtype: torch.dtype) -> Callable:
 
 
 def parameters(fn: Any) -> list[Tensor]:
-    return list(fn.parameters()) if isinstance(fn, nn.Module) else []
+    return list(fn.parameters()) if isinstance(fn, nn.Module) else []  # the same ones, compiled or not
 
 
 def outputs(call: Callable, args: Sequence[Tensor]) -> list[Tensor]:
@@ -64,6 +68,11 @@ def infer(call: Callable, args: Sequence[Tensor]) -> Named:
         return {f"out{i}": o for i, o in enumerate(outputs(call, args))}
 
 
+def run(call: Callable, fn: Any, args: Sequence[Tensor], *, train: bool) -> Named:
+    args = cast(args, args[0].dtype)
+    return step(call, args, parameters(fn)) if train else infer(call, args)
+
+
 def check(case: Case, *, dtype: torch.dtype | None = None, inner: str = "aot_eager", train: bool = True) -> None:
     """Ours against eager in the row's dtype (or `dtype`), both judged by eager in float64."""
     fn, args = case.build()
@@ -71,14 +80,9 @@ def check(case: Case, *, dtype: torch.dtype | None = None, inner: str = "aot_eag
         fn, args = model_in(case, dtype), cast(args, dtype)
     wide, wide_args = model_in(case, torch.float64), cast(args, torch.float64)
     compiled = torch.compile(fn, backend=flash_fx.make_backend(inner=inner))
+    runs = ((compiled, fn, args), (fn, fn, args), (wide, wide, wide_args))
     with flash_fx.recording() as reports:
-        if train:
-            ours, eager, golden = (
-                step(c, cast(a, a[0].dtype), parameters(f))
-                for c, f, a in ((compiled, fn, args), (fn, fn, args), (wide, wide, wide_args))
-            )
-        else:
-            ours, eager, golden = (infer(c, cast(a, a[0].dtype)) for c, a in ((compiled, args), (fn, args), (wide, wide_args)))
+        ours, eager, golden = (run(*r, train=train) for r in runs)
     if dtype is None and case.reason != "gradient-stopped":  # in inference there is no gradient to stop
         assert sum(r.fused for r in reports) == (case.sites if case.verdict == "fuse" else 0)
     assert ours.keys() == eager.keys() == golden.keys()
@@ -200,13 +204,13 @@ def length_arguments(batch: int, length: int) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("train", [True, False], ids=["training", "inference"])
 def test_one_graph_serves_every_length_and_batch(train: bool) -> None:
-    run = (lambda call, args: step(call, args, ())) if train else infer
-    compiled = torch.compile(causal_with_bias, backend=flash_fx.make_backend(inner="aot_eager"), dynamic=True, fullgraph=True)
+    backend = flash_fx.make_backend(inner="aot_eager")
+    compiled = torch.compile(causal_with_bias, backend=backend, dynamic=True, fullgraph=True)
     with flash_fx.recording() as reports:
         for batch, length in ((2, 17), (2, 33), (5, 64), (3, 100)):
             args = length_arguments(batch, length)
-            golden = run(causal_with_bias, cast(args, torch.float64))
-            numerics.assert_within_budget(run(compiled, args), run(causal_with_bias, args), golden)
+            calls = ((compiled, args), (causal_with_bias, args), (causal_with_bias, cast(args, torch.float64)))
+            numerics.assert_within_budget(*(run(call, call, a, train=train) for call, a in calls))
     assert [(r.fused, r.left) for r in reports] == [(1, 0)]
 
 

@@ -141,18 +141,47 @@ def _fresh(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
+def _relevant(graph: torch.fx.Graph) -> set[Node]:
+    """Nodes that an attention can be made of; the rest of the graph becomes leaves, which cost nothing to trace.
+
+    From every softmax forward to the next matrix products, then from those (and from every in-place write, whose effect
+    must be seen) backward to the nearest leaves.
+    """
+    stack = [n for n in graph.nodes if "softmax" in str(n.target)]
+    seeds = {n for n in graph.nodes if _may_mutate(n)}
+    while stack:
+        node = stack.pop()
+        if node not in seeds:
+            seeds.add(node)
+            if not _is_leaf(node) and not any(word in str(node.target) for word in _PRODUCTS):
+                stack.extend(node.users)
+    relevant: set[Node] = set()
+    stack = list(seeds)
+    while stack:
+        node = stack.pop()
+        if node not in relevant:
+            relevant.add(node)
+            if not _is_leaf(node):
+                stack.extend(node.all_input_nodes)
+    return relevant
+
+
+_PRODUCTS = ("matmul", "bmm", "einsum", ".mm", "dot", "mv", "multi_head_attention")
+
+
 class _Recorder(Interpreter):
     """Runs the user's graph inside the trace and notes which twin node holds each value."""
 
     def __init__(self, gm: GraphModule, mode: Any) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self.mode, self.moment = mode, 0
+        self.relevant = _relevant(gm.graph)
         self.history: dict[Node, list[tuple[int, Node]]] = {}
         self.functional: dict[Node, Any] = {}
         self.leaves: list[Node] = []
 
     def run_node(self, n: Node) -> Any:
-        result = self._leaf(n) if _is_leaf(n) else self._traced(n)
+        result = self._leaf(n) if self._is_leaf(n) else self._traced(n)
         if isinstance(result, compat.FunctionalTensor):
             self.functional[n] = result
             self._note(n, result)
@@ -161,6 +190,11 @@ class _Recorder(Interpreter):
                 self._note(user, value)
         self.moment += 1
         return result
+
+    def _is_leaf(self, n: Node) -> bool:
+        if n not in self.relevant and n.op in ("call_function", "call_method"):
+            return not _steers_state(n)
+        return _is_leaf(n)
 
     def _note(self, user: Node, value: Any) -> None:
         node = compat.traced_node(value)
@@ -181,7 +215,8 @@ class _Recorder(Interpreter):
             return self._leaf(n)
 
     def _leaf(self, n: Node) -> Any:
-        self.leaves.append(n)
+        if any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(example_value(n))):
+            self.leaves.append(n)  # a size or a stride of a tensor is no use of its values
         return pytree.tree_map(lambda v: self._leaf_tensor(n, v), example_value(n))
 
     def _leaf_tensor(self, n: Node, value: Any) -> Any:

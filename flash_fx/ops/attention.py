@@ -135,8 +135,7 @@ def _attention_shapes(
     query: Tensor, key: Tensor, value: Tensor, captures: Any, sizes: Any, seed: Any, program: str, bmhd: bool
 ) -> tuple[Tensor, Tensor]:
     b, h, m, _ = query.shape
-    lse_dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
-    lse = query.new_empty((b, h, m), dtype=lse_dtype)
+    lse = query.new_empty((b, h, m), dtype=torch.float32)
     if bmhd:
         return query.new_empty((b, m, h, value.shape[-1])).transpose(1, 2), lse
     return query.new_empty((b, h, m, value.shape[-1])), lse
@@ -183,7 +182,7 @@ def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple:
         )
     )
     found = [next(grads) if n else None for n in needs]
-    return found[0], found[1], found[2], found[3:], [None] * len(ctx.sizes), None, None, None
+    return found[0], found[1], found[2], found[3:], None if ctx.sizes else [], None, None, None
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)

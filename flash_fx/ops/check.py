@@ -50,7 +50,7 @@ def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
         raise OperandError(f"query and key must share head_dim, got {_shape(query)} and {_shape(key)}")
     if value.shape[1:3] != key.shape[1:3]:
         raise OperandError(f"key and value must share heads and length, got {_shape(key)} and {_shape(value)}")
-    if h % key.shape[1] != 0:
+    if key.shape[1] == 0 != h or (key.shape[1] and h % key.shape[1] != 0):
         raise OperandError(f"query heads must be a multiple of key heads, got {h} and {key.shape[1]}")
     for what, size in (("query", d), ("value", value.shape[-1])):
         if not 1 <= size <= MAX_HEAD_DIM:
