@@ -23,16 +23,18 @@ def errors(ours: Tensor, golden: Tensor) -> tuple[float, float]:
 
 
 def check(
-    name: str, ours: Tensor, eager: Tensor, golden: Tensor, rounding: torch.dtype | None = None
+    name: str, ours: Tensor, eager: Tensor, golden: Tensor, rounding: torch.dtype | None = None, scale: float = 0.0
 ) -> list[str]:
     """What is wrong with the tensor; nothing if its error is within eager's own plus a few eps of the truth.
 
-    `rounding` names the dtype the computation rounds to where that is not the tensor's own.
+    `rounding` names the dtype the computation rounds to where that is not the tensor's own; `scale` is
+    the size of the terms where the tensor is a sum that cancels.
     """
     if ours.shape != eager.shape or ours.dtype != eager.dtype:
         return [f"{name}: {tuple(ours.shape)} {ours.dtype}, wanted {tuple(eager.shape)} {eager.dtype}"]
     finite = golden[torch.isfinite(golden)].abs()
-    allowed = FEW_EPS * torch.finfo(rounding or ours.dtype).eps * (finite.max().item() if finite.numel() else 0.0)
+    largest = max(scale, finite.max().item() if finite.numel() else 0.0)
+    allowed = FEW_EPS * torch.finfo(rounding or ours.dtype).eps * largest
     problems = []
     for kind, mine, theirs in zip(("max", "mean"), errors(ours, golden), errors(eager, golden), strict=True):
         budget = theirs + allowed
@@ -46,7 +48,11 @@ def assert_within_budget(
     eager: Mapping[str, Tensor],
     golden: Mapping[str, Tensor],
     rounding: torch.dtype | None = None,
+    scales: Mapping[str, float] | None = None,
 ) -> None:
     """Every named tensor against eager in its dtype and against the float64 truth."""
-    problems = [p for name in golden for p in check(name, ours[name], eager[name], golden[name], rounding)]
+    scales = scales or {}
+    problems = []
+    for name in golden:
+        problems += check(name, ours[name], eager[name], golden[name], rounding, scales.get(name, 0.0))
     assert not problems, "\n".join(problems)

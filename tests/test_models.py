@@ -1,4 +1,4 @@
-"""Unmodified models with random weights: every layer fused, logits and all parameter gradients against float64 eager."""
+"""Unmodified models, random weights: every layer fused, logits and all parameter gradients against float64 eager."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def rms(t: Tensor) -> float:
 
 
 def problems(ours: dict[str, Tensor], eager: dict[str, Tensor], golden: dict[str, Tensor]) -> list[str]:
-    """Errors above eager's own plus a few eps; a gradient that is nearly zero is measured by the largest gradient's scale."""
+    """Errors above eager's own plus a few eps; a nearly zero gradient is measured by the scale of the largest one."""
     largest = max(rms(g) for n, g in golden.items() if n != "logits") if len(golden) > 1 else 0.0
     found = []
     for name, truth in golden.items():

@@ -354,6 +354,7 @@ CASES.append(
     Case(
         "bias_of_folded_heads", lambda: folded_bias, (*qkv(), T((B * H, 1, N), "plain")),
         program=("score = score * 0.25 + c0[b * 3 + h, 0, kv_idx]",),
+        dynamic_program=("score = score * 0.25 + c0[b * s0 + h, 0, kv_idx]",),
     )
 )  # fmt: skip
 CASES.append(

@@ -41,7 +41,7 @@ def check(fn, args, sites=1, slack=1.0, **compile_options):
         a, b, g = (t.nan_to_num(0.0) for t in (a, b, g))
         for statistic in (torch.amax, torch.mean):
             error, reference = statistic((a - g).abs()).item(), statistic((b - g).abs()).item()
-            budget = slack * reference + 8 * eps * statistic(g.abs()).item()
+            budget = slack * reference + (16 if eps < 1e-6 else 4) * eps * statistic(g.abs()).item()
             assert error <= budget, f"tensor {number} {statistic.__name__}: {error:.3e} > {budget:.3e} (eager {reference:.3e})"
 
 
@@ -103,7 +103,9 @@ def test_window_and_softcap(dtype):
     "shape", [(300, 260), (4, 300, 260), (1, 4, 300, 260), (3, 1, 300, 260), (3, 4, 300, 260), (3, 1, 1, 260), (4, 1, 1), (1, 4, 300, 1)]
 )
 def test_bias_gradient(dtype, shape):
-    check(biased, [*(randn(3, 4, n, 64, dtype=dtype) for n in (300, 260, 260)), randn(*shape, dtype=dtype)])
+    # sums over whole rows cancel almost completely, so their error is that of the terms, not of the small result
+    slack = 3.0 if 1 in shape[-2:] else 1.0
+    check(biased, [*(randn(3, 4, n, 64, dtype=dtype) for n in (300, 260, 260)), randn(*shape, dtype=dtype)], slack=slack)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash_fx.match import index as ix
-from flash_fx.score.expr import Const, Expr, Name, Op, const, name, op
+from flash_fx.score.expr import Const, Expr, Name, const, name, op
 
-I, H, M, S, T = (name(f"${n}") for n in ("i", "h", "m", "S", "T"))
+I, H, M, S, T = (name(f"${n}") for n in ("i", "h", "m", "S", "T"))  # noqa: E741
 SMALL = settings(max_examples=60, deadline=None)
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (the messages of reports are one line each)
 """Every row of the zoo through capture and matching: verdict, number of sites, reason and program."""
 
 from __future__ import annotations

@@ -94,7 +94,9 @@ def test_unknown_inner():
 
 
 def test_unknown_option():
-    with pytest.raises(flash_fx.OptionError, match=r"unknown option 'fast'; known options are inductor_patterns, strict"):
+    with pytest.raises(
+        flash_fx.OptionError, match=r"unknown option 'fast'; known options are inductor_patterns, strict"
+    ):
         flash_fx.make_backend(fast=True)
     with pytest.raises(flash_fx.OptionError, match=r"'strict' must be True or False, got 'yes'"):
         flash_fx.make_backend(strict="yes")
@@ -105,7 +107,9 @@ def test_unknown_option():
 def test_strict():
     backend = flash_fx.make_backend("eager", strict=True)
     assert fused(compiled(backend)[1]) == 1
-    with pytest.raises(Exception, match=r"strict=True, but no attention was fused.*No softmax between two matrix products"):
+    with pytest.raises(
+        Exception, match=r"strict=True, but no attention was fused.*No softmax between two matrix products"
+    ):
         compiled(backend, plain)
 
 
@@ -256,7 +260,9 @@ def test_uuid_changes_with(edited, tmp_path, monkeypatch):
 
     before = uuid(Options())
     package = tmp_path / "flash_fx"
-    shutil.copytree(fingerprint.Path(fingerprint.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        fingerprint.Path(fingerprint.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
+    )
     shutil.copytree(render.template_folder(), tmp_path / "templates")
     monkeypatch.setattr(fingerprint, "__file__", str(package / "fingerprint.py"))
     monkeypatch.setattr(render, "template_folder", lambda: tmp_path / "templates")

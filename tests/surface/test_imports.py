@@ -1,4 +1,4 @@
-"""Importing flash_fx is light: Triton and Jinja come in when a kernel is rendered, Rich when the command line asks for it."""
+"""Importing flash_fx is light: Triton and Jinja come in when a kernel is rendered, Rich with the demo."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A wheel and an editable install, each in its own environment that takes torch from this one. Templates are found in both."""
+"""A wheel and an editable install, each in its own environment with the torch of this one. Both find the templates."""
 
 import shutil
 import subprocess
