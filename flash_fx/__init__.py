@@ -1,7 +1,7 @@
 """Hand-written attention in, flash attention out, and nothing else changes.
 
-    import flash_fx
-    fast = torch.compile(model, backend=flash_fx)
+import flash_fx
+fast = torch.compile(model, backend=flash_fx)
 """
 
 from __future__ import annotations

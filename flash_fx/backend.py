@@ -37,7 +37,13 @@ class Backend:
         self.__name__ = "flash_fx"
 
     def __call__(
-        self, gm: torch.fx.GraphModule, example_inputs: list, *, mode: str | None = None, options: dict | None = None, **kwargs: Any
+        self,
+        gm: torch.fx.GraphModule,
+        example_inputs: list,
+        *,
+        mode: str | None = None,
+        options: dict | None = None,
+        **kwargs: Any,
     ) -> Callable:
         report = run_pass(gm)
         if self.options.strict and report.fused == 0:

@@ -73,7 +73,9 @@ def inner_backend(name: str) -> Callable:
     return torch._dynamo.lookup_backend(name)
 
 
-def inductor(gm: Any, example_inputs: list, mode: str | None, options: dict | None, *, tag: str, own_patterns: bool) -> Callable:
+def inductor(
+    gm: Any, example_inputs: list, mode: str | None, options: dict | None, *, tag: str, own_patterns: bool
+) -> Callable:
     """Compile with Inductor, `mode` and `options` as torch.compile applies them.
 
     `tag` becomes part of Inductor's cache keys. With `own_patterns=False` its attention patterns do not run.

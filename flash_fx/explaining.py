@@ -21,7 +21,9 @@ def explain(fn: Callable, *args: Any, **kwargs: Any) -> Report:
     return capture(fn, *args, **kwargs)[2]
 
 
-def capture(fn: Callable, *args: Any, **kwargs: Any) -> tuple[list[torch.fx.GraphModule], list[torch.fx.GraphModule], Report]:
+def capture(
+    fn: Callable, *args: Any, **kwargs: Any
+) -> tuple[list[torch.fx.GraphModule], list[torch.fx.GraphModule], Report]:
     """(graphs before, graphs after, report) of every graph that Dynamo captures from one call."""
     before: list[torch.fx.GraphModule] = []
     after: list[torch.fx.GraphModule] = []

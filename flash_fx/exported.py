@@ -25,7 +25,9 @@ def rewrite(graph: Any, example_inputs: Sequence[Any] | None = None) -> Report:
     """
     gm = graph if isinstance(graph, GraphModule) else getattr(graph, "graph_module", None)
     if not isinstance(gm, GraphModule):
-        raise OperandError(f"rewrite takes an fx.GraphModule or a torch.export.ExportedProgram, got {type(graph).__name__}")
+        raise OperandError(
+            f"rewrite takes an fx.GraphModule or a torch.export.ExportedProgram, got {type(graph).__name__}"
+        )
     if not _has_fakes(gm):
         if example_inputs is None:
             raise OperandError("this graph carries no shapes: pass example_inputs, one per placeholder")

@@ -1,6 +1,6 @@
 """The pass: the one function that rewrites a graph, and its form for Inductor.
 
-    normalize -> find -> lift -> legal -> rewrite, once per graph and per graph of a higher-order op
+normalize -> find -> lift -> legal -> rewrite, once per graph and per graph of a higher-order op
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from . import compat
-from . import ops  # noqa: F401  the operator must exist before a graph calls it
+from . import (
+    compat,
+    ops,  # noqa: F401  the operator must exist before a graph calls it
+)
 from .fingerprint import uuid
 from .match.normalize import example_value
 from .options import Options

@@ -61,7 +61,11 @@ class Reason(Enum):
         "use head dimensions of at most 256",
     )
     DEVICE = ("device", "operands live on different devices", "move all operands to one device")
-    DROPOUT = ("dropout", "the dropout on the weights is not ordinary inverted dropout", "use torch.nn.functional.dropout")
+    DROPOUT = (
+        "dropout",
+        "the dropout on the weights is not ordinary inverted dropout",
+        "use torch.nn.functional.dropout",
+    )
     ONE_KEY = ("one-key", "there is a single key, so the result is the value itself", "nothing can be gained here")
     INTERNAL = ("internal", "flash_fx could not analyse this graph", "please report the model")
 

@@ -17,10 +17,10 @@ from torch.fx import GraphModule, Node
 
 from . import compat
 from .match import aten as table
+from .match import index as ix
 from .match.find import Found, find_sites, has_softmax
-from .match.index import to_poly
-from .match.lift import DTYPES
 from .match.normalize import Twin, _may_mutate, example_value, leaf_value, make_twin
+from .match.shapes import Shapes
 from .match.site import Operand, Site
 from .reject import Reason, Reject
 from .report import Report, SiteReport
@@ -29,7 +29,6 @@ from .score.expr import Const, Expr, Name
 log = logging.getLogger("flash_fx")
 aten = torch.ops.aten
 _REEMIT = table.TRANSPARENT | table.GENERATORS | table.SHAPE_ONLY
-assert DTYPES
 
 
 def rewrite_graph(gm: GraphModule) -> Report:
@@ -48,7 +47,9 @@ def _rewrite_one(gm: GraphModule) -> Report:
     except Exception as e:  # a user's model never fails because of us
         log.warning("flash_fx could not analyse a graph and left it alone: %s: %s", type(e).__name__, e)
         log.debug("analysis failed", exc_info=True)
-        return Report([SiteReport("left", Reason.INTERNAL.code, f"{type(e).__name__}: {e}", "", "unknown:0", (), "unknown")])
+        return Report(
+            [SiteReport("left", Reason.INTERNAL.code, f"{type(e).__name__}: {e}", "", "unknown:0", (), "unknown")]
+        )
     report = Report()
     fused: list[Found] = []
     for f in found:
@@ -195,7 +196,7 @@ class _Emitter:
         if isinstance(e, Name):
             return self._symbol(e)
         total: Any = None
-        for atoms, coefficient in to_poly(e).items():
+        for atoms, coefficient in ix.to_poly(e).items():
             term: Any = coefficient
             for a in atoms:
                 factor = self._size(a) if a is not e else self._opaque(a)
@@ -273,8 +274,6 @@ class _Emitter:
         return []
 
     def _dim(self, size: Any) -> Any:
-        from .match.shapes import Shapes
-
         shapes = Shapes()
         e = shapes.dim(size)
         for s, v in shapes.symbols.items():
@@ -282,8 +281,6 @@ class _Emitter:
         return self._size(e)
 
     def _key(self, size: Any) -> str:
-        from .match.shapes import Shapes
-
         return repr(Shapes().dim(size))
 
     def _consumers_want_bmhd(self, result: Node) -> bool:
@@ -339,15 +336,13 @@ def _follow(step: Node, labels: list[str], dims: dict[str, Expr]) -> list[str] |
 
 
 def _regroup(letters: str, step: Node, dims: dict[str, Expr]) -> list[str] | None:
-    from .match import index as ix
-    from .match.shapes import Shapes
-
     left = list(letters)
     out: list[str] = []
     shapes = Shapes()
     for size in step.meta["val"].shape:
         wanted = shapes.dim(size)
-        group, have = "", ix.ONE
+        group = ""
+        have: Expr = ix.ONE
         while not ix.same(have, wanted):
             if not left:
                 return None
@@ -370,9 +365,7 @@ def _regroup(letters: str, step: Node, dims: dict[str, Expr]) -> list[str] | Non
 def _erase_dead(gm: GraphModule, twin: Twin, fused: list[Found]) -> None:
     """Remove what only fed the fused sites, in-place writes into covered values included."""
     covered = {n for f in fused for n in f.covered}
-    writes = {
-        moment for entries in twin.history.values() for moment, node in entries[1:] if node in covered
-    }
+    writes = {moment for entries in twin.history.values() for moment, node in entries[1:] if node in covered}
     writers = {n for n, moment in twin.order.items() if moment in writes and _may_mutate(n)}
     for node in reversed(list(gm.graph.nodes)):
         removable = node in writers or (not node.is_impure() and not (_may_mutate(node) and node not in writers))

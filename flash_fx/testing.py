@@ -23,7 +23,7 @@ from .report import Report
 try:
     from expecttest import TestCase as _TestCase
 except ImportError:  # a run-time install without the test extra
-    from unittest import TestCase as _TestCase
+    from unittest import TestCase as _TestCase  # type: ignore[assignment]
 
 __all__ = ["GraphSnapshotTestCase", "assert_rewrites", "capture_rewrites", "graph_text"]
 
@@ -41,7 +41,7 @@ def graph_text(graphs: list[GraphModule]) -> str:
 class GraphSnapshotTestCase(_TestCase):
     """A TestCase with `assertRewrites(model, *args, expected=...)`."""
 
-    def assertRewrites(self, model: Callable, *args: Any, expected: str, **kwargs: Any) -> Report:  # noqa: N802
+    def assertRewrites(self, model: Callable, *args: Any, expected: str, **kwargs: Any) -> Report:
         """Compare the rewritten graph with an inline snapshot; returns the Report."""
         _, after, report = capture_rewrites(model, *args, **kwargs)
         self.assertExpectedInline(graph_text(after), expected, skip=1)

@@ -32,9 +32,77 @@ class Mutant:
     selection: tuple[str, ...]
 
 
+FORWARD, LIFT, PULL = "templates/forward.py.jinja", "flash_fx/match/lift.py", "flash_fx/match/pull.py"
 MUTANTS = [
-    Mutant("%NAME%", "", "", "", ()),
-]
+    Mutant(
+        "last key dropped", FORWARD, "mask_n = (offs_n < N) | EVEN_N", "mask_n = offs_n < N - 1",
+        (*KERNELS, "test_masks and none"),
+    ),
+    Mutant(
+        "key head swapped", FORWARD,
+        "K += tl.cast(off_b, tl.int64) * stride_kb + tl.cast(off_h // G, tl.int64) * stride_kh",
+        "K += tl.cast(off_b, tl.int64) * stride_kb + tl.cast(off_h % (H // G), tl.int64) * stride_kh",
+        (*KERNELS, "test_grouped_heads"),
+    ),
+    Mutant(
+        "dropout not scaled up", FORWARD, "out = out * {{ survivor }}", "out = out", (*KERNELS, "test_dropout"),
+    ),
+    Mutant(
+        "no scale in dK", "templates/backward_dkdv.py.jinja", "dk = dk * {{ slope_scale }}", "dk = dk",
+        (*KERNELS, "test_masks and none"),
+    ),
+    Mutant(
+        "no delta", "templates/recompute.py.jinja",
+        "ds = p * (dp - delta{{ across }})", "ds = p * dp", (*KERNELS, "test_masks and none"),
+    ),
+    Mutant(
+        "bias not summed", "flash_fx/kernels/launch.py", "partial = partial.sum(rest, keepdim=True)",
+        "partial = partial[tuple(slice(0, 1) if i in rest else slice(None) for i in range(4))]",
+        (*KERNELS, "test_bias_of_every_broadcast"),
+    ),
+    Mutant(
+        "causal diagonal", PULL, 'compare("le" if operation == "tril"', 'compare("lt" if operation == "tril"',
+        ("tests/match/test_pull.py", "-k", "tril"),
+    ),
+    Mutant(
+        "softmax axis unchecked", LIFT, "if not runs_over_keys or any(", "if not at or any(",
+        (*ZOO, "softmax_over and static"),
+    ),
+    Mutant(
+        "weights used elsewhere", "flash_fx/match/find.py", "if not inside and table.name_of(user)",
+        "if not user and table.name_of(user)", (*ZOO, "(weights_in_a_loss or scores_returned) and static"),
+    ),
+    Mutant(
+        "weights returned", "flash_fx/match/find.py", "        if node in twin.roots:", "        if not node:",
+        (*ZOO, "weights_returned and static"),
+    ),
+    Mutant(
+        "gradient stop ignored", PULL, "if self.gradients and node in self.twin.stops:", "if not node:",
+        (*ZOO, "weights_detached and static"),
+    ),
+    Mutant(
+        "keep polarity", PULL, '    return op("not", e)\n', "    return e\n",
+        ("tests/match/test_pull.py", "-k", "algebra"),
+    ),
+    Mutant(
+        "fill polarity", LIFT, "return inner, _and(keep, negate(condition))", "return inner, _and(keep, condition)",
+        (*NUMERICS, "test_inference and scale_before_mask"),
+    ),
+    Mutant(
+        "writes seen too early", "flash_fx/match/normalize.py", "if when < moment:", "if True:",
+        ("tests/match/test_normalize.py", "-k", "in_place"),
+    ),
+    Mutant(
+        "fake strides", "flash_fx/ops/attention.py",
+        "query.new_empty((b, m, h, value.shape[-1])).transpose(1, 2), lse",
+        "query.new_empty((b, h, m, value.shape[-1])), lse",
+        ("tests/ops/test_contracts.py", "-k", "fake_strides and plain"),
+    ),
+    Mutant(
+        "seed ignored", "flash_fx/tiled.py", "_mix(*seed.tolist(), self.number)", "_mix(7, self.number)",
+        (*NUMERICS, "dropout_repeats and not checkpoint"),
+    ),
+]  # fmt: skip
 
 
 def main(words: list[str]) -> int:
@@ -65,12 +133,7 @@ def judge(mutant: Mutant) -> str:
 
 def passes(folder: Path, selection: tuple[str, ...]) -> bool:
     """Exit status 1 of pytest is a failed test; anything else but 0 is a fault of this script."""
-    environment = {**os.environ, "PYTHONPATH": str(folder), "FLASH_FX_CACHE_DIR": str(folder / ".mutate_cache")}
-    environment.pop("TRITON_INTERPRET", None)
-    if "kernels" in selection[0]:
-        environment["TRITON_INTERPRET"] = "1"
-    else:
-        environment["FLASH_FX_CACHE_DIR"] = tempfile.gettempdir()
+    environment = {**os.environ, "PYTHONPATH": str(folder), "TRITON_INTERPRET": str(int("kernels" in selection[0]))}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=no", *selection]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1):

@@ -157,14 +157,15 @@ def problems(ours: dict[str, Tensor], eager: dict[str, Tensor], golden: dict[str
 # *** what is left of the graph ***
 
 
-def score_shaped(graph: torch.fx.Graph, lengths: set[int]) -> list[tuple[str, tuple[int, ...]]]:
-    """Nodes with two sequence axes."""
+def score_shaped(graph: torch.fx.Graph, lengths: set[int], allowed: Any = ()) -> list[tuple[str, tuple[int, ...]]]:
+    """Nodes with two sequence axes, other than the allowed pairs."""
     found = []
     for node in graph.nodes:
         value = example_value(node)
         if isinstance(value, Tensor) and node.op != "placeholder":
             shape = tuple(int(s) for s in value.shape)
-            if sum(s in lengths for s in shape) > 1:
+            axes = tuple(s for s in shape if s in lengths)
+            if len(axes) > 1 and axes not in allowed:
                 found.append((node.name, shape))
     return found
 
@@ -178,8 +179,7 @@ def test_every_layer_is_fused_and_no_score_matrix_remains(build: Callable[[], Mo
     assert any(score_shaped(g.graph, model.lengths) for g in before)  # the check can fail
     for graph in (g.graph for g in after):
         assert not any("softmax" in str(n.target) for n in graph.nodes)
-        shapes = [s for s in score_shaped(graph, model.lengths) if s[1][-2:] not in model.allowed]
-        assert shapes == []
+        assert score_shaped(graph, model.lengths, model.allowed) == []
 
 
 # *** numbers ***
@@ -203,10 +203,13 @@ def test_one_graph_of_gpt2_serves_every_length() -> None:
     model = made(gpt2, train=True)
     wide = copy.deepcopy(model.module).double()
     compiled = torch.compile(model.module, backend=flash_fx.make_backend(inner="aot_eager"), dynamic=True)
+    counts = []
     with flash_fx.recording() as reports:
-        for length in (33, 64, 100):
+        for length in (33, 65, 100):
             inputs = {"input_ids": tokens(length), "use_cache": False}
             ours = {n: t.clone() for n, t in step(model.module, compiled, inputs).items()}
             eager = {n: t.clone() for n, t in step(model.module, model.module, inputs).items()}
             assert not problems(ours, eager, step(wide, wide, inputs))
-    assert [(r.fused, r.left) for r in reports] == [(2, 0)]
+            counts.append(len(reports))
+    assert counts[0] == counts[-1]  # Dynamo may start the first compile over, no later length compiles again
+    assert {(r.fused, r.left) for r in reports} == {(2, 0)}

@@ -20,7 +20,7 @@ from . import aten as table
 from . import index as ix
 from .normalize import Twin
 from .operand import B, H, as_operand
-from .pull import D, I, Index, M, N, Puller, compare, logical, negate, _widens
+from .pull import D, I, Index, M, N, Puller, _widens, compare, logical, negate
 from .shapes import Shapes
 from .site import Operand, Site
 
@@ -76,7 +76,7 @@ def _walk(
     m, n = (w_shape[1], w_shape[2]) if position == 0 else (w_shape[2], w_shape[1])
     if n is ix.ONE:
         raise Reject(Reason.ONE_KEY, anchor)
-    sizes = {I: w_shape[0], M: m, N: n, D: d}
+    sizes: dict[Expr, Expr] = {I: w_shape[0], M: m, N: n, D: d}
     indexer = ix.Indexer(sizes, shapes.hints)
     puller = Puller(twin, shapes, indexer, eager_capture)
     puller.gradients = _wants_gradient(twin, puller.defined, product)
@@ -206,14 +206,16 @@ def _build(twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: in
         heads = sizes[I]
     batch = puller.indexer.floordiv(sizes[I], heads)
     indexer = ix.Indexer({B: batch, H: heads, M: sizes[M], N: sizes[N], D: sizes[D]}, shapes.hints)
-    split = {I: B if heads is ix.ONE else H if batch is ix.ONE else ix.add(ix.mul(B, heads), H)}
+    split: dict[Expr, Expr] = {I: B if heads is ix.ONE else H if batch is ix.ONE else ix.add(ix.mul(B, heads), H)}
 
     def canonical(e: Expr | None) -> Expr | None:
         return None if e is None else simplify(_rename(_reindex(substitute(e, split), indexer), naming))
 
     naming = _Naming(sizes[M], sizes[N])
     letters = {"b": batch, "h": heads}
-    query, hq, q_dtype = _operand(puller, lifted.query, {**letters, "l": sizes[M], "d": sizes[D]}, M, split, indexer, "query")
+    query, hq, q_dtype = _operand(
+        puller, lifted.query, {**letters, "l": sizes[M], "d": sizes[D]}, M, split, indexer, "query"
+    )
     key, hk, k_dtype = _operand(puller, lifted.key, {**letters, "l": sizes[N], "d": sizes[D]}, N, split, indexer, "key")
     dv = shapes.of(lifted.value[0])[2 if position == 0 else 1]
     value, hv, v_dtype = _operand(puller, lifted.value, {**letters, "l": sizes[N], "d": dv}, N, split, indexer, "value")
@@ -250,7 +252,10 @@ def _heads(groups: list[list[Expr]], folded: Expr, shapes: Shapes) -> Expr:
     indexer = ix.Indexer({}, shapes.hints)
     for exprs in groups:
         divisors = {
-            n.args[1] for e in exprs for n in walk(e) if isinstance(n, Op) and n.head in ("floordiv", "mod") and n.args[0] is I
+            n.args[1]
+            for e in exprs
+            for n in walk(e)
+            if isinstance(n, Op) and n.head in ("floordiv", "mod") and n.args[0] is I
         }
         for divisor in sorted(divisors, key=lambda e: (indexer.hint(e), repr(e))):
             parts = indexer._split(folded, divisor)
@@ -359,7 +364,12 @@ def _fills(e: Expr) -> tuple[Expr, Expr | None]:
     if e.head in ("add", "sub"):
         (x, kx), (y, ky) = _fills(e.args[0]), _fills(e.args[1]) if e.head == "add" else (e.args[1], None)
         return _sum(e.head, x, y), _and(kx, ky)
-    if e.head in ("mul", "div") and isinstance(e.args[1], Const) and e.args[1].head > 0 and math.isfinite(e.args[1].head):
+    if (
+        e.head in ("mul", "div")
+        and isinstance(e.args[1], Const)
+        and e.args[1].head > 0
+        and math.isfinite(e.args[1].head)
+    ):
         x, keep = _fills(e.args[0])
         return op(e.head, x, e.args[1]), keep
     if e.head == "float":
@@ -429,7 +439,13 @@ def _factor(e: Expr) -> tuple[Expr | None, Expr | None]:
 
 
 def _operand(
-    puller: Puller, start: tuple[Node, Index], sizes: dict[str, Expr], length: Expr, split: dict, indexer: ix.Indexer, what: str
+    puller: Puller,
+    start: tuple[Node, Index],
+    sizes: dict[str, Expr],
+    length: Expr,
+    split: dict,
+    indexer: ix.Indexer,
+    what: str,
 ) -> tuple[Operand, Expr, torch.dtype]:
     """The operand in as few steps as possible, from a tensor of the user's graph where there is one.
 

@@ -11,6 +11,7 @@ Heavy ops that no attention contains (linear, convolution, normalisation, losses
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,7 +103,9 @@ def make_twin(gm: GraphModule) -> Twin:
     fakes = [example_value(n) for n in placeholders]
     mode = compat.fake_mode_of([leaf for n in gm.graph.nodes for leaf in pytree.tree_leaves(example_value(n))])
     if mode is None:
-        raise ValueError("the graph carries no fake tensors: pass example inputs, or a graph captured by Dynamo or export")
+        raise ValueError(
+            "the graph carries no fake tensors: pass example inputs, or a graph captured by Dynamo or export"
+        )
     recorder = _Recorder(gm, mode)
 
     def run(*args: Any) -> Any:
@@ -256,16 +259,21 @@ def _may_mutate(n: Node) -> bool:
     if "out" in n.kwargs:
         return True
     if n.op == "call_method":
-        return str(n.target).endswith("_") and not str(n.target).endswith("__") or n.target == "__setitem__"
+        return (str(n.target).endswith("_") and not str(n.target).endswith("__")) or n.target == "__setitem__"
     if n.op != "call_function":
         return False
     if isinstance(n.target, torch._ops.OpOverload):
         return n.target._schema.is_mutable
+    if n.target in (operator.and_, operator.or_, operator.not_):
+        return False  # named so because of the keywords
     name = getattr(n.target, "__name__", "")
     inplace_at = {F.dropout: 3, F.relu: 1}.get(n.target, len(n.args))  # type: ignore[arg-type]
     inplace = n.kwargs.get("inplace") is True or (inplace_at < len(n.args) and n.args[inplace_at] is True)
-    return inplace or name in ("setitem", "copy_") or (name.endswith("_") and not name.endswith("__")) or (
-        name.startswith("i") and n.target in _INPLACE_OPERATORS
+    return (
+        inplace
+        or name in ("setitem", "copy_")
+        or (name.endswith("_") and not name.endswith("__"))
+        or (name.startswith("i") and n.target in _INPLACE_OPERATORS)
     )
 
 

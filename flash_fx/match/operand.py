@@ -102,7 +102,9 @@ def _axis(at: int, size: Expr, i: Expr, letters: dict, sizes: dict, steps: list)
         return []
     if i in letters:
         letter = letters[i]
-        return [_Axis([letter], [size])] if ix.same(size, sizes[letter]) else _shifted(at, size, i, letters, sizes, steps)
+        return (
+            [_Axis([letter], [size])] if ix.same(size, sizes[letter]) else _shifted(at, size, i, letters, sizes, steps)
+        )
     if _is_group(i, size, sizes):
         return [_Axis(["h"], [size])]
     folded = _folded(size, i, sizes)
@@ -111,7 +113,9 @@ def _axis(at: int, size: Expr, i: Expr, letters: dict, sizes: dict, steps: list)
 
 def _is_group(i: Expr, size: Expr, sizes: dict) -> bool:
     """`h // G` with G * size == H."""
-    return isinstance(i, Op) and i.head == "floordiv" and i.args[0] is H and ix.same(ix.mul(i.args[1], size), sizes["h"])
+    return (
+        isinstance(i, Op) and i.head == "floordiv" and i.args[0] is H and ix.same(ix.mul(i.args[1], size), sizes["h"])
+    )
 
 
 def _folded(size: Expr, i: Expr, sizes: dict) -> list[_Axis] | None:
@@ -123,7 +127,7 @@ def _folded(size: Expr, i: Expr, sizes: dict) -> list[_Axis] | None:
 
 
 def _head_terms(i: Expr, sizes: dict) -> list[tuple[Expr, Expr]]:
-    terms = [(H, sizes["h"])]
+    terms: list[tuple[Expr, Expr]] = [(H, sizes["h"])]
     for atoms in ix.to_poly(i):
         for a in atoms:
             if isinstance(a, Op) and a.head == "floordiv" and a.args[0] is H:

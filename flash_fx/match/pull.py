@@ -216,7 +216,9 @@ class Puller:
     def _view_flip(self, node: Node, source: Node, index: Index) -> Index:
         dims = {int(d) % len(index) for d in node.args[1]}  # type: ignore[arg-type, union-attr]
         shape = self.shapes.of(source)
-        return tuple(ix.sub(ix.sub(s, ix.ONE), i) if p in dims else i for p, (i, s) in enumerate(zip(index, shape, strict=True)))
+        return tuple(
+            ix.sub(ix.sub(s, ix.ONE), i) if p in dims else i for p, (i, s) in enumerate(zip(index, shape, strict=True))
+        )
 
     def _piece(self, node: Node, index: Index) -> tuple[Node, Index] | None:
         """getitem of split, split_with_sizes or unbind."""
@@ -323,7 +325,7 @@ class Puller:
         (c, c_kind), (x, x_kind), (y, y_kind) = found  # type: ignore[misc]
         x, y = cast(x, x_kind, kind), cast(y, y_kind, kind)
         if kind == "float":
-            x, y = (v if not isinstance(v, Const) else _narrow(v, dtype) for v in (x, y))
+            x, y = (_narrow_constant(v, dtype) if isinstance(v, Const) else v for v in (x, y))
         return choose(cast(c, c_kind, "bool"), x, y)
 
     def _pointwise(self, node: Node, operation: str, index: Index) -> Expr | None:
@@ -379,7 +381,12 @@ class Puller:
     def _dropout(self, node: Node, index: Index) -> Expr | None:
         """The first result of native_dropout on the weights, as a factor `$drop` of known probability."""
         parent: Node = node.args[0]  # type: ignore[assignment]
-        if table.name_of(parent) != "native_dropout" or node.args[1] != 0 or parent not in self.cone or not self.weights:
+        if (
+            table.name_of(parent) != "native_dropout"
+            or node.args[1] != 0
+            or parent not in self.cone
+            or not self.weights
+        ):
             return None
         self.visited.add(parent)
         inner = self.pull(parent.args[0], index)  # type: ignore[arg-type]
@@ -441,8 +448,12 @@ def negate(e: Expr) -> Expr:
 
 def _is_index(e: Expr) -> bool:
     """A comparison of integers made of coordinates alone (no NaN can make its negation differ)."""
-    return all(not isinstance(n, Load) and (not isinstance(n, Const) or isinstance(n.head, int)) for n in walk(e)) and all(
-        not isinstance(n, Op) or n.head in ("add", "sub", "mul", "floordiv", "mod", "neg") for a in e.args for n in walk(a)
+    return all(
+        not isinstance(n, Load) and (not isinstance(n, Const) or isinstance(n.head, int)) for n in walk(e)
+    ) and all(
+        not isinstance(n, Op) or n.head in ("add", "sub", "mul", "floordiv", "mod", "neg")
+        for a in e.args
+        for n in walk(a)
     )
 
 
@@ -542,10 +553,16 @@ def _widens(node: Node) -> bool:
     return before == after or torch.promote_types(before, after) == after
 
 
+def _narrow_constant(e: Const, dtype: torch.dtype) -> Expr:
+    """A float literal as the dtype holds it: -3.4e38 is -inf in float16."""
+    value = float(e.head)
+    return const(torch.tensor(value, dtype=torch.float64).to(dtype).item() if math.isfinite(value) else value)
+
+
 def _narrow(e: Expr, dtype: torch.dtype) -> Expr | None:
     """Constants as the narrower dtype holds them; None if a load would have to be rounded."""
     if isinstance(e, Const):
-        return const(torch.tensor(float(e.head), dtype=torch.float64).to(dtype).item() if math.isfinite(e.head) else float(e.head))
+        return _narrow_constant(e, dtype)
     if isinstance(e, Op) and e.head == "where":
         branches = [_narrow(a, dtype) for a in e.args[1:]]
         return None if None in branches else choose(e.args[0], *branches)  # type: ignore[arg-type]

@@ -29,7 +29,12 @@ def _program(text: str) -> Program:
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor] = (), program: str = "", sizes: Sequence[int] = ()
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    captures: Sequence[Tensor] = (),
+    program: str = "",
+    sizes: Sequence[int] = (),
 ) -> Tensor:
     """Exact attention `softmax(program(query @ key^T)) @ value` without an M x N tensor, forward and backward.
 
@@ -86,7 +91,9 @@ def _attention_backward(
         )
     from ..kernels import launch
 
-    grads = launch.backward(grad_out, query, key, value, captures, sizes, seed, out, lse, _program(program), list(needs))
+    grads = launch.backward(
+        grad_out, query, key, value, captures, sizes, seed, out, lse, _program(program), list(needs)
+    )
     return [g.contiguous() for g in grads]
 
 

@@ -15,7 +15,12 @@ MAX_HEAD_DIM = 256
 
 
 def check_operands(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, captures: Sequence[torch.Tensor], sizes: Sequence[int], text: str
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    captures: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+    text: str,
 ) -> Program:
     """The parsed program. Raises OperandError or ProgramError."""
     named = {"query": query, "key": key, "value": value}
@@ -24,7 +29,9 @@ def check_operands(
             raise OperandError(f"{what} must be a tensor, got {type(t).__name__}")
     for what, t in named.items():
         if t.dim() != 4:
-            raise OperandError(f"{what} must be [batch, heads, length, head_dim], got {t.dim()} dimensions: {_shape(t)}")
+            raise OperandError(
+                f"{what} must be [batch, heads, length, head_dim], got {t.dim()} dimensions: {_shape(t)}"
+            )
     _check_dtypes(query, key, value)
     for what, t in [*named.items(), *((f"captures[{i}]", c) for i, c in enumerate(captures))]:
         if t.device != query.device:
@@ -45,7 +52,9 @@ def _check_dtypes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
 def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     b, h, _, d = query.shape
     if key.shape[0] != b or value.shape[0] != b:
-        raise OperandError(f"query, key and value must share the batch, got {_shape(query)}, {_shape(key)}, {_shape(value)}")
+        raise OperandError(
+            f"query, key and value must share the batch, got {_shape(query)}, {_shape(key)}, {_shape(value)}"
+        )
     if key.shape[-1] != d:
         raise OperandError(f"query and key must share head_dim, got {_shape(query)} and {_shape(key)}")
     if value.shape[1:3] != key.shape[1:3]:
@@ -62,16 +71,27 @@ def _check_program(program: Program, captures: Sequence[torch.Tensor], sizes: Se
         for node in walk(e):
             if isinstance(node, Load):
                 _check_load(node, captures, text)
-            elif isinstance(node, Name) and node.head[0] == "s" and node.head[1:].isdigit() and int(node.head[1:]) >= len(sizes):
-                raise ProgramError(f"the score program {text!r} reads size {node.head}, but {len(sizes)} sizes were given")
+            elif (
+                isinstance(node, Name)
+                and node.head[0] == "s"
+                and node.head[1:].isdigit()
+                and int(node.head[1:]) >= len(sizes)
+            ):
+                raise ProgramError(
+                    f"the score program {text!r} reads size {node.head}, but {len(sizes)} sizes were given"
+                )
 
 
 def _check_load(node: Load, captures: Sequence[torch.Tensor], text: str) -> None:
     if node.head >= len(captures):
-        raise ProgramError(f"the score program {text!r} reads capture c{node.head}, but {len(captures)} captures were given")
+        raise ProgramError(
+            f"the score program {text!r} reads capture c{node.head}, but {len(captures)} captures were given"
+        )
     rank = captures[node.head].dim()
     if len(node.args) != rank:
-        raise ProgramError(f"capture c{node.head} has {rank} dimensions, but the score program {text!r} indexes {len(node.args)}")
+        raise ProgramError(
+            f"capture c{node.head} has {rank} dimensions, but the score program {text!r} indexes {len(node.args)}"
+        )
 
 
 def _shape(t: torch.Tensor) -> str:

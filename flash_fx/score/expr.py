@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 from weakref import WeakValueDictionary
 
-Number = Union[bool, int, float]
+Number = bool | int | float
 
 INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")  # int, position of the element
 LENGTH_NAMES = ("q_len", "kv_len")  # int, run-time lengths M and N of the attention
@@ -41,7 +41,23 @@ CALLS = {
 ARITY = {**dict.fromkeys(OPERATORS, 2), **dict.fromkeys(PREFIX, 1), **CALLS}
 BOOL_RESULT = COMPARISONS | {"isnan", "bool"}
 FLOAT_RESULT = frozenset(
-    {"div", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid", "erf", "sin", "cos", "float"}
+    {
+        "div",
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log2",
+        "log1p",
+        "sqrt",
+        "rsqrt",
+        "tanh",
+        "sigmoid",
+        "erf",
+        "sin",
+        "cos",
+        "float",
+    }
 )
 
 _INTERNED: WeakValueDictionary[tuple, Expr] = WeakValueDictionary()
