@@ -11,6 +11,7 @@ from . import compat
 from .errors import NothingFusedError, OptionError
 from .fingerprint import uuid
 from .graph_pass import run_pass
+from .match.normalize import may_mutate
 from .options import INNER_BACKENDS, Options
 
 
@@ -51,7 +52,9 @@ class Backend:
         if self.inner != "inductor":
             if mode is not None or options is not None:
                 raise OptionError(f"mode= and options= are Inductor's; the inner backend is {self.inner!r}")
-            return compat.inner_backend(self.inner)(gm, example_inputs)
+            # plain execution would meet in-place writes to tensors that the operator saved: let AOTAutograd remove them
+            writes = self.inner == "eager" and report.fused and any(may_mutate(n) for n in gm.graph.nodes)
+            return compat.inner_backend("aot_eager" if writes else self.inner)(gm, example_inputs)
         return compat.inductor(
             gm, example_inputs, mode, options, tag=uuid(self.options), own_patterns=self.options.inductor_patterns
         )

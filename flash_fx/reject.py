@@ -66,7 +66,11 @@ class Reason(Enum):
         "the dropout on the weights is not ordinary inverted dropout",
         "use torch.nn.functional.dropout",
     )
-    ONE_KEY = ("one-key", "there is a single key, so the result is the value itself", "nothing can be gained here")
+    ONE_KEY = (
+        "one-key",
+        "there is at most one key, so the result is the value itself or nothing",
+        "nothing can be gained here",
+    )
     INTERNAL = ("internal", "flash_fx could not analyse this graph", "please report the model")
 
     def __init__(self, code: str, sentence: str, hint: str) -> None:

@@ -19,9 +19,10 @@ from . import compat
 from .match import aten as table
 from .match import index as ix
 from .match.find import Found, find_sites, has_softmax
-from .match.normalize import Twin, _may_mutate, example_value, leaf_value, make_twin
+from .match.normalize import Twin, example_value, leaf_value, make_twin, may_mutate
 from .match.shapes import Shapes
 from .match.site import Operand, Site
+from .placing import Placement, place
 from .reject import Reason, Reject
 from .report import Report, SiteReport
 from .score.expr import Const, Expr, Name
@@ -51,22 +52,24 @@ def _rewrite_one(gm: GraphModule) -> Report:
             [SiteReport("left", Reason.INTERNAL.code, f"{type(e).__name__}: {e}", "", "unknown:0", (), "unknown")]
         )
     report = Report()
-    fused: list[Found] = []
+    sources: list[Node] = []  # what the replaced nodes were computed from
+    fused = False
     for f in found:
-        report.sites.append(_apply(gm, twin, f, fused))
+        described = _apply(gm, twin, f, sources)
+        report.sites.append(described)
+        fused = fused or described.status == "fused"
     if fused:
-        _erase_dead(gm, twin, fused)
+        _erase_dead(gm, twin, sources)
         gm.graph.lint()
         gm.recompile()
     return report
 
 
-def _apply(gm: GraphModule, twin: Twin, found: Found, fused: list[Found]) -> SiteReport:
+def _apply(gm: GraphModule, twin: Twin, found: Found, sources: list[Node]) -> SiteReport:
     verdict = found.verdict
     if isinstance(verdict, Site):
         try:
-            _replace(gm, twin, verdict)
-            fused.append(found)
+            sources += _replace(gm, twin, verdict)
             return _describe_fused(twin, verdict)
         except Reject as r:
             verdict = r
@@ -79,7 +82,8 @@ def _apply(gm: GraphModule, twin: Twin, found: Found, fused: list[Found]) -> Sit
 # *** one site ***
 
 
-def _replace(gm: GraphModule, twin: Twin, site: Site) -> None:
+def _replace(gm: GraphModule, twin: Twin, site: Site) -> list[Node]:
+    """Put the operator in the place of the value product; returns what the product was computed from."""
     target, result = _result_node(twin, site)
     emitter = _Emitter(gm, twin, site, target)
     with gm.graph.inserting_before(target):
@@ -88,8 +92,10 @@ def _replace(gm: GraphModule, twin: Twin, site: Site) -> None:
     if "example_value" in target.meta:
         new.meta["example_value"] = target.meta["example_value"]
     target.replace_all_uses_with(new)
+    inputs = target.all_input_nodes
     gm.graph.erase_node(target)
     twin.history[new], twin.order[new] = twin.history.pop(target), twin.order.pop(target)
+    return inputs
 
 
 def _result_node(twin: Twin, site: Site) -> tuple[Node, Node]:
@@ -102,7 +108,7 @@ def _result_node(twin: Twin, site: Site) -> tuple[Node, Node]:
             raise Reject(Reason.OPERAND, site.product, "the value product has no node of its own")
         node = users[0]
     user = defined[node]
-    if _may_mutate(user) or user.op not in ("call_function", "call_method"):
+    if may_mutate(user) or user.op not in ("call_function", "call_method"):
         raise Reject(Reason.MUTATED, user, "the value product is written into an existing tensor")
     return user, node
 
@@ -127,19 +133,24 @@ class _Emitter:
 
     def _emit(self, result: Node) -> Node:
         site = self.site
-        order, shape_from_result = self._order(result)
+        placement = place(self.twin, site, self.target, result)
         query, key, value = (self._cast(self._operand(o), o) for o in (site.query, site.key, site.value))
         captures = [self._value(c) for c in site.captures]
         sizes = [self._size(s) for s in site.sizes]
         seed = self._seed() if site.program.drop else None
-        bmhd = order == "bmhd" or (order == "bhmd" and self._consumers_want_bmhd(result))
+        bmhd = placement.memory == "bmhd"
         call = self._call(
             torch.ops.flash_fx.attention.default, query, key, value, captures, sizes, seed, str(site.program), bmhd
         )
         out = self._call(operator.getitem, call, 0)
         if site.product.meta["val"].dtype != site.dtype:
             out = self._call(aten._to_copy.default, out, dtype=site.product.meta["val"].dtype)
-        return self._into_place(out, order, shape_from_result, result)
+        out = self._into_place(out, placement)
+        if len(self.twin.history[self.target]) > 1:
+            out = self._call(
+                aten.clone.default, out
+            )  # written in place later: the operator keeps its own for the backward
+        return out
 
     # *** operands ***
 
@@ -174,18 +185,15 @@ class _Emitter:
     def _reemit(self, node: Node) -> Node:
         if isinstance(node.meta.get("val"), torch.SymInt):
             return self._dim(node.meta["val"])
+        if node in self.twin.stops and node.target is not table.DETACH:
+            raise Reject(Reason.MUTATED, node, "its value was written under no_grad and is no longer readable")
         operation = table.name_of(node)
         integer = node.target in (operator.add, operator.mul, operator.sub, operator.floordiv, operator.mod)
         if node.op != "call_function" or node.target is leaf_value or not (operation in _REEMIT or integer):
             raise Reject(Reason.MUTATED, node, f"{table.name_of(node) or node.name} is no longer readable")
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self._value)  # type: ignore[arg-type]
-        if operation in ("view", "_unsafe_view"):
-            made = self._call(aten.reshape.default, *args, **kwargs)
-        else:
-            made = self._call(node.target, *args, **kwargs)
-        if node in self.twin.stops and node.target is not table.DETACH:
-            made = self._call(aten.detach.default, made)
-        return made
+        target = aten.reshape.default if operation in ("view", "_unsafe_view") else node.target
+        return self._call(target, *args, **kwargs)
 
     # *** sizes ***
 
@@ -226,52 +234,23 @@ class _Emitter:
 
     # *** the result ***
 
-    def _order(self, result: Node) -> tuple[str, bool]:
-        """The order of the letters b, h, m, d in the user's tensor; whether it also needs a reshape."""
-        labels = list(self.site.out_labels)
-        path = []
-        node = result
-        while node is not self.site.product:
-            path.append(node)
-            node = node.args[0]  # type: ignore[assignment]
-        for step in reversed(path):
-            moved = _follow(step, labels, self.site.dims)
-            if moved is None:
-                return "".join(self.site.out_labels), True
-            labels = moved
-        return "".join(labels), True
-
-    def _into_place(self, out: Node, order: str, reshape: bool, result: Node) -> Node:
-        """Permute the operator's [B, H, M, Dv] and give it the shape of the user's tensor."""
-        permutation = ["bhmd".index(c) for c in order]
-        if permutation != [0, 1, 2, 3]:
-            out = self._call(aten.permute.default, out, permutation)
-        pending = self._pending(result, order)
-        reached = pending[0].args[0] if pending else result
-        shape = [self._dim(s) for s in reached.meta["val"].shape]  # type: ignore[union-attr]
-        out_sizes = [self.site.dims[{"b": "B", "h": "H", "m": "M", "d": "DV"}[c]] for c in order]
-        if len(shape) != 4 or [self._key(s) for s in reached.meta["val"].shape] != [repr(s) for s in out_sizes]:  # type: ignore[union-attr]
-            out = self._call(aten.reshape.default, out, shape)
-        for step in pending:
-            args = torch.fx.map_arg(step.args[1:], self._value)
-            target = aten.reshape.default if table.name_of(step) in ("view", "_unsafe_view") else step.target
-            out = self._call(target, out, *args, **torch.fx.map_arg(step.kwargs, self._value))
+    def _into_place(self, out: Node, placement: Placement) -> Node:
+        """The operator's [B, H, M, Dv] with the dimensions, and the order in memory, of the user's tensor."""
+        letters = "bhmd"
+        if placement.memory not in ("bhmd", "bmhd"):
+            out = self._permuted(out, letters, placement.memory)
+            out = self._call(aten.clone.default, out, memory_format=torch.contiguous_format)
+            letters = placement.memory
+        out = self._permuted(out, letters, placement.order)
+        if not placement.has_shape:
+            out = self._call(aten.reshape.default, out, [self._dim(s) for s in placement.reached.meta["val"].shape])
+        for step in placement.replay:
+            args, kwargs = torch.fx.map_arg((step.args[1:], step.kwargs), self._value)  # type: ignore[arg-type]
+            out = self._call(step.target, out, *args, **kwargs)
         return out
 
-    def _pending(self, result: Node, order: str) -> list[Node]:
-        """Views after the product that the letters could not follow."""
-        path = []
-        node = result
-        while node is not self.site.product:
-            path.append(node)
-            node = node.args[0]  # type: ignore[assignment]
-        path.reverse()
-        labels: list[str] | None = list(self.site.out_labels)
-        for position, step in enumerate(path):
-            labels = _follow(step, labels, self.site.dims)  # type: ignore[arg-type]
-            if labels is None:
-                return path[:0] + path if position == 0 or "".join(self.site.out_labels) == order else path
-        return []
+    def _permuted(self, out: Node, before: str, after: str) -> Node:
+        return out if before == after else self._call(aten.permute.default, out, [before.index(c) for c in after])
 
     def _dim(self, size: Any) -> Any:
         shapes = Shapes()
@@ -279,14 +258,6 @@ class _Emitter:
         for s, v in shapes.symbols.items():
             self.site.symbols.setdefault(s, v)
         return self._size(e)
-
-    def _key(self, size: Any) -> str:
-        return repr(Shapes().dim(size))
-
-    def _consumers_want_bmhd(self, result: Node) -> bool:
-        """True if every consumer swaps heads and length, so that [B, M, H, D] in memory makes its copy free."""
-        users = list(self.target.users)
-        return bool(users) and all(_swaps_heads(u) for u in users)
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         node = self.graph.call_function(target, args, kwargs)
@@ -308,69 +279,45 @@ class _Emitter:
             node.meta["stack_trace"] = self.target.meta["stack_trace"]
 
 
-def _swaps_heads(user: Node) -> bool:
-    name = user.target if user.op == "call_method" else getattr(user.target, "__name__", "")
-    args = [a for a in user.args[1:] if not isinstance(a, Node)]
-    flat = list(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
-    if name in ("transpose", "swapaxes", "transpose_") or str(name).startswith("transpose"):
-        return sorted(d % 4 for d in flat if isinstance(d, int)) == [1, 2]
-    return str(name).startswith("permute") and [d % 4 for d in flat if isinstance(d, int)] == [0, 2, 1, 3]
-
-
-def _follow(step: Node, labels: list[str], dims: dict[str, Expr]) -> list[str] | None:
-    """Labels of the dimensions after one view, or None if it splits or merges them in another way."""
-    operation = table.name_of(step)
-    rank = len(labels)
-    if operation in ("clone", "alias", "contiguous", "_to_copy", "detach"):
-        return labels if operation != "detach" else None
-    if operation == "permute":
-        return [labels[d % rank] for d in step.args[1]]  # type: ignore[union-attr, operator, misc]
-    if operation == "transpose":
-        a, b = (int(d) % rank for d in step.args[1:3])  # type: ignore[arg-type]
-        labels = list(labels)
-        labels[a], labels[b] = labels[b], labels[a]
-        return labels
-    if operation in ("view", "_unsafe_view", "reshape"):
-        return _regroup("".join(labels), step, dims)
-    return None
-
-
-def _regroup(letters: str, step: Node, dims: dict[str, Expr]) -> list[str] | None:
-    left = list(letters)
-    out: list[str] = []
-    shapes = Shapes()
-    for size in step.meta["val"].shape:
-        wanted = shapes.dim(size)
-        group = ""
-        have: Expr = ix.ONE
-        while not ix.same(have, wanted):
-            if not left:
-                return None
-            letter = left.pop(0)
-            group += letter
-            have = ix.mul(have, dims[{"b": "B", "h": "H", "m": "M", "d": "DV"}[letter]])
-            if len(group) > 4:
-                return None
-        out.append(group)
-    if left:
-        out[-1] += "".join(left)
-        if any(dims[{"b": "B", "h": "H", "m": "M", "d": "DV"}[c]] is not ix.ONE for c in left):
-            return None
-    return out
-
-
 # *** what is left over ***
 
 
-def _erase_dead(gm: GraphModule, twin: Twin, fused: list[Found]) -> None:
-    """Remove what only fed the fused sites, in-place writes into covered values included."""
-    covered = {n for f in fused for n in f.covered}
-    writes = {moment for entries in twin.history.values() for moment, node in entries[1:] if node in covered}
-    writers = {n for n, moment in twin.order.items() if moment in writes and _may_mutate(n)}
+def _erase_dead(gm: GraphModule, twin: Twin, sources: list[Node]) -> None:
+    """Remove what only fed the fused sites: from their operands backward, in-place writes into dead values included."""
+    suspects: set[Node] = set()
+    stack = list(sources)
+    while stack:
+        node = stack.pop()
+        if node not in suspects:
+            suspects.add(node)
+            stack.extend(node.all_input_nodes)
+    writes = {m for entries in twin.history.values() for m, _ in entries}
+    writers = {n for n, moment in twin.order.items() if moment in writes and may_mutate(n)}
     for node in reversed(list(gm.graph.nodes)):
-        removable = node in writers or (not node.is_impure() and not (_may_mutate(node) and node not in writers))
-        if not node.users and removable and node.op not in ("placeholder", "output"):
+        if node.users or node.op in ("placeholder", "output"):
+            continue
+        if node in writers:
+            if _nobody_sees(node, twin, suspects):
+                gm.graph.erase_node(node)
+        elif node in suspects and not node.is_impure() and not may_mutate(node) and _is_known(node):
             gm.graph.erase_node(node)
+
+
+def _is_known(node: Node) -> bool:
+    """A custom operator may do more than compute its result."""
+    return not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace == "aten"
+
+
+def _nobody_sees(writer: Node, twin: Twin, suspects: set[Node]) -> bool:
+    """Every tensor this in-place node changes is dead after it, and was part of a fused attention."""
+    moment = twin.order[writer]
+    changed = [u for u, entries in twin.history.items() if any(m == moment for m, _ in entries)]
+    return bool(changed) and all(
+        (u in suspects or u is writer)
+        and u.op not in ("placeholder", "get_attr")
+        and all(twin.order.get(user, moment + 1) <= moment for user in u.users)
+        for u in changed
+    )
 
 
 # *** reports ***

@@ -612,7 +612,7 @@ def other_value_dim(q, k, v):
     return (q @ k.mT * 0.25).softmax(-1) @ v
 
 
-@left(*floats((B, 6, M, D), (B, 2, N, D), (B, 3, N, D)), reason="operand")
+@left(*floats((B, 6, M, D), (B, 2, N, D), (B, 3, N, D), kind="plain"), reason="operand")
 def heads_in_unequal_groups(q, k, v):
     k, v = k.repeat_interleave(3, dim=1), v.repeat(1, 2, 1, 1)
     return (q @ k.mT * 0.25).softmax(-1) @ v

@@ -74,7 +74,7 @@ def _walk(
     _head_dim(values, 2 if position == 0 else 1, product)  # type: ignore[arg-type]
     w_shape = shapes.of(weights)  # type: ignore[arg-type]  # after the head dims: a number may equal a length's symbol
     m, n = (w_shape[1], w_shape[2]) if position == 0 else (w_shape[2], w_shape[1])
-    if n is ix.ONE:
+    if isinstance(n, Const) and n.head <= 1:
         raise Reject(Reason.ONE_KEY, anchor)
     sizes: dict[Expr, Expr] = {I: w_shape[0], M: m, N: n, D: d}
     indexer = ix.Indexer(sizes, shapes.hints)
@@ -84,6 +84,7 @@ def _walk(
 
     def at_softmax(index: Index) -> Expr:
         _check_axis(shapes, anchor, index, n)
+        _check_gradient(puller, anchor)
         if found.setdefault("softmax", index) != index:
             raise Reject(Reason.WEIGHT, anchor, "the weights are read at two places")
         return P
@@ -99,6 +100,7 @@ def _walk(
     pair: dict[str, _Product] = {}
 
     def at_scores(index: Index) -> Expr:
+        _check_gradient(puller, score_product)
         got = _score_operands(shapes, score_product, index, m, n)
         if pair.setdefault("qk", got) != got:
             raise Reject(Reason.SCORE, score_product, "the scores are read at two places")
@@ -114,6 +116,11 @@ def _walk(
     empty = 0.0 if anchor.target is torch.ops.aten._safe_softmax.default else None
     covered |= puller.visited | {score_product}
     return _Lifted(puller, score, weight, pair["qk"].left, pair["qk"].right, (values, v_index), empty, covered)  # type: ignore[arg-type]
+
+
+def _check_gradient(puller: Puller, node: Node) -> None:
+    if puller.gradients and node in puller.twin.stops:
+        raise Reject(Reason.GRADIENT, node, f"at {table.name_of(node)}")
 
 
 def _wants_gradient(twin: Twin, defined: set[Node], product: Node) -> bool:
@@ -199,6 +206,8 @@ def _build(twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: in
     sizes = puller.indexer.sizes
     score, keep, empty = _split_fills(lifted.score, lifted.empty)
     weight, drop = _split_weight(lifted.weight, anchor)
+    if any(_selects(n) for n in walk(lifted.weight)) and (keep is not None or _may_hold_infinity(score)):
+        raise Reject(Reason.WEIGHT, anchor, "weights are replaced by 0 where a whole row may be NaN")
     exprs = [e for e in (score, keep, weight) if e is not None]
     keys = [*lifted.key[1], *lifted.value[1]]
     heads = _heads([[*_indices(puller, lifted.query)], exprs, keys], sizes[I], shapes)
@@ -344,6 +353,15 @@ def _renumber(program: Program, captures: list[Node]) -> tuple[Program, tuple[No
 # *** fills, factors ***
 
 
+def _selects(e: Expr) -> bool:
+    """`where(c, weights, 0)`: unlike a factor it also replaces NaN, which a row without a key holds."""
+    return isinstance(e, Op) and e.head == "where" and any(n is P for a in e.args[1:] for n in walk(a))
+
+
+def _may_hold_infinity(score: Expr) -> bool:
+    return any(isinstance(n, Load) or (isinstance(n, Const) and n.head == math.inf) for n in walk(score))
+
+
 def _split_fills(score: Expr, empty: float | None) -> tuple[Expr, Expr | None, float | None]:
     """Where the score is -inf for certain becomes `keep`."""
     rest, keep = _fills(score)
@@ -362,6 +380,8 @@ def _fills(e: Expr) -> tuple[Expr, Expr | None]:
             inner, keep = _fills(y)
             return inner, _and(keep, negate(condition))
     if e.head in ("add", "sub"):
+        if any(_holds_infinity(a, positive_only=e.head == "add") for a in e.args[e.head == "sub" :]):
+            return e, None  # inf - inf is NaN, which no mask expresses
         (x, kx), (y, ky) = _fills(e.args[0]), _fills(e.args[1]) if e.head == "add" else (e.args[1], None)
         return _sum(e.head, x, y), _and(kx, ky)
     if (
@@ -376,6 +396,11 @@ def _fills(e: Expr) -> tuple[Expr, Expr | None]:
         x, keep = _fills(e.args[0])
         return op("float", x), keep
     return e, None
+
+
+def _holds_infinity(e: Expr, *, positive_only: bool) -> bool:
+    bad = (math.inf,) if positive_only else (math.inf, -math.inf)
+    return any(isinstance(n, Const) and n.head in bad for n in walk(e))
 
 
 def _sum(operation: str, x: Expr, y: Expr) -> Expr:

@@ -11,7 +11,8 @@ Heavy ops that no attention contains (linear, convolution, normalisation, losses
 
 from __future__ import annotations
 
-import operator
+import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,6 +100,7 @@ def example_value(node: Node) -> Any:
 
 def make_twin(gm: GraphModule) -> Twin:
     """The twin of a graph whose nodes carry fake `example_value`s (Dynamo) or `val`s (export)."""
+    _refuse_what_hides_writes(gm)
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     fakes = [example_value(n) for n in placeholders]
     mode = compat.fake_mode_of([leaf for n in gm.graph.nodes for leaf in pytree.tree_leaves(example_value(n))])
@@ -122,6 +124,7 @@ def make_twin(gm: GraphModule) -> Twin:
     twin = Twin(graph, {u: e for u, e in history.items() if e}, {n: i for i, n in enumerate(gm.graph.nodes)})
     twin.roots = _roots(twin, recorder)
     _mark_gradients(twin)
+    twin.stops |= recorder.hidden_writes & kept
     return twin
 
 
@@ -151,7 +154,7 @@ def _relevant(graph: torch.fx.Graph) -> set[Node]:
     must be seen) backward to the nearest leaves.
     """
     stack = [n for n in graph.nodes if "softmax" in str(n.target)]
-    seeds = {n for n in graph.nodes if _may_mutate(n)}
+    seeds = {n for n in graph.nodes if may_mutate(n)}
     while stack:
         node = stack.pop()
         if node not in seeds:
@@ -172,6 +175,26 @@ def _relevant(graph: torch.fx.Graph) -> set[Node]:
 _PRODUCTS = ("matmul", "bmm", "einsum", ".mm", "dot", "mv", "multi_head_attention")
 
 
+class UntraceableError(ValueError):
+    """The graph does something that its twin would not show."""
+
+
+def _refuse_what_hides_writes(gm: GraphModule) -> None:
+    """Raise UntraceableError for function transforms, writes inside higher-order ops, and writes to inputs that overlap."""
+    for n in gm.graph.nodes:
+        if n.op == "call_function" and str(getattr(n.target, "__module__", "")).startswith("torch._functorch"):
+            raise UntraceableError("the graph runs inside torch.func transforms")
+        if n.op == "call_function" and isinstance(n.target, torch._ops.HigherOrderOperator):
+            for attribute in (a for a in n.all_input_nodes if a.op == "get_attr"):
+                body = getattr(gm, str(attribute.target), None)
+                if isinstance(body, GraphModule) and any(may_mutate(inner) for inner in body.graph.nodes):
+                    raise UntraceableError("a higher-order operation writes in place")
+    inputs = [example_value(n) for n in gm.graph.nodes if n.op == "placeholder"]
+    storages = [v.untyped_storage()._cdata for v in inputs if isinstance(v, torch.Tensor) and v.layout is torch.strided]
+    if len(set(storages)) < len(storages) and any(may_mutate(n) for n in gm.graph.nodes):
+        raise UntraceableError("inputs share memory and the graph writes in place")
+
+
 class _Recorder(Interpreter):
     """Runs the user's graph inside the trace and notes which twin node holds each value."""
 
@@ -182,15 +205,21 @@ class _Recorder(Interpreter):
         self.history: dict[Node, list[tuple[int, Node]]] = {}
         self.functional: dict[Node, Any] = {}
         self.leaves: list[Node] = []
+        self.grad_enabled = torch.is_grad_enabled()
+        self.hidden_writes: set[Node] = set()  # results of in-place writes under no_grad: autograd does not see them
 
     def run_node(self, n: Node) -> Any:
         result = self._leaf(n) if self._is_leaf(n) else self._traced(n)
         if isinstance(result, compat.FunctionalTensor):
             self.functional[n] = result
             self._note(n, result)
-        if _may_mutate(n):
+        if _steers_state(n) and n.args and isinstance(n.args[0], bool):
+            self.grad_enabled = n.args[0]
+        if may_mutate(n):
             for user, value in self.functional.items():
                 self._note(user, value)
+            if not self.grad_enabled:
+                self.hidden_writes |= {e[-1][1] for e in self.history.values() if e and e[-1][0] == self.moment}
         self.moment += 1
         return result
 
@@ -213,7 +242,7 @@ class _Recorder(Interpreter):
         try:
             return super().run_node(n)
         except Exception:
-            if _may_mutate(n):
+            if may_mutate(n):
                 raise  # its effect on other values would be lost
             return self._leaf(n)
 
@@ -239,6 +268,8 @@ class _Recorder(Interpreter):
 
 
 def _is_leaf(n: Node) -> bool:
+    if may_mutate(n):
+        return False
     if n.op == "get_attr":
         return isinstance(example_value(n), torch.Tensor)
     if n.op == "call_module":
@@ -255,26 +286,34 @@ def _steers_state(n: Node) -> bool:
     )  # fmt: skip
 
 
-def _may_mutate(n: Node) -> bool:
+@functools.lru_cache(maxsize=4096)
+def may_mutate(n: Node) -> bool:
+    """May this node write into a tensor that existed before?"""
     if "out" in n.kwargs:
         return True
     if n.op == "call_method":
-        return (str(n.target).endswith("_") and not str(n.target).endswith("__")) or n.target == "__setitem__"
+        return _inplace_name(str(n.target)) or n.target == "__setitem__"
     if n.op != "call_function":
         return False
     if isinstance(n.target, torch._ops.OpOverload):
         return n.target._schema.is_mutable
-    if n.target in (operator.and_, operator.or_, operator.not_):
-        return False  # named so because of the keywords
+    if isinstance(n.target, torch._ops.OpOverloadPacket):
+        return any(getattr(n.target, o)._schema.is_mutable for o in n.target.overloads())
     name = getattr(n.target, "__name__", "")
-    inplace_at = {F.dropout: 3, F.relu: 1}.get(n.target, len(n.args))  # type: ignore[arg-type]
-    inplace = n.kwargs.get("inplace") is True or (inplace_at < len(n.args) and n.args[inplace_at] is True)
-    return (
-        inplace
-        or name in ("setitem", "copy_")
-        or (name.endswith("_") and not name.endswith("__"))
-        or (name.startswith("i") and n.target in _INPLACE_OPERATORS)
-    )
+    return name == "setitem" or _inplace_name(name) or n.target in _INPLACE_OPERATORS or _inplace_argument(n)
+
+
+def _inplace_name(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _inplace_argument(n: Node) -> bool:
+    """`F.leaky_relu(x, 0.1, True)`: the argument `inplace`, by position or by name."""
+    try:
+        bound = inspect.signature(n.target).bind(*n.args, **n.kwargs)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return n.kwargs.get("inplace") is True
+    return bound.arguments.get("inplace") is True
 
 
 _INPLACE_OPERATORS: frozenset[Callable] = frozenset(

@@ -191,22 +191,24 @@ class Puller:
         first = ix.ZERO if start is None else self._integer(start)
         if first is None:
             return None
-        if isinstance(first, Const):
-            first = self._clamped_start(first, size)
-        elif start is not None and ix.same(self.shapes.of(node)[at], size):
-            first = ix.ZERO
+        first = self._clamped_start(first, size, self.shapes.of(node)[at])
         if first is None or not isinstance(step, int):
             return None
         moved = ix.add(first, ix.mul(index[at], const(step)))
         return (*index[:at], moved, *index[at + 1 :])
 
-    def _clamped_start(self, first: Const, size: Expr) -> Expr | None:
-        if first.head >= 0:
-            return first
+    def _clamped_start(self, first: Expr, size: Expr, taken: Expr) -> Expr | None:
+        """The first position a slice takes, given how many it takes; None where that depends on run-time sizes."""
+        if ix.same(taken, size):
+            return ix.ZERO
+        coefficients = list(ix.to_poly(first).values())
+        if all(c >= 0 for c in coefficients):
+            return first  # beyond the end nothing is taken
         start = ix.add(first, size)
         if isinstance(start, Const):
             return const(max(0, start.head))
-        return None  # a negative start into a run-time size may or may not clamp
+        counted_from_end = all(c <= 0 for c in coefficients) and ix.same(taken, ix.sub(ix.ZERO, first))
+        return start if counted_from_end else None
 
     def _view_repeat(self, node: Node, source: Node, index: Index) -> Index:
         shape = self.shapes.of(source)
@@ -342,6 +344,9 @@ class Puller:
         if kind is None or (kind == "int" and how == "result" and dtype not in (torch.int64, torch.int32)):
             return None
         args = [None if f is None else cast(f[0], f[1], kind) for f in found]
+        if kind == "bool" and how == "result":
+            meaning = {"mul": "and", "add": "or", "maximum": "or", "minimum": "and"}.get(operation)
+            return None if meaning is None or kwargs else logical(f"logical_{meaning}", args)  # type: ignore[arg-type]
         if kind == "int" and operation in ("add", "sub", "mul", "rsub", "floor_divide", "remainder"):
             return self._integer_arithmetic(operation, args, kwargs)
         if how == "common" and operation in ("lt", "le", "gt", "ge", "eq", "ne"):
