@@ -236,13 +236,9 @@ def _print_speed(console: Console, results: dict[tuple, Result], setting: Settin
                 first = name == RUNS[0]
                 labels = (kind, f"{setting.batch(length)} x {length}") if first else ("", "")
                 table.add_row(*labels, name, *_cells(results[name, kind, length], eager), end_section=name == RUNS[-1])
-    console.print("\nstock is plain torch.compile", style="dim")
-    console.print(
-        f"median of {setting.steps} steps; memory of one step on top of weights and inputs; ratios to eager",
-        style="bold",
-    )
-    if setting.device.type == "cpu":
-        console.print("memory on the CPU: growth of the resident set", style="dim")
+    console.print(f"\nmedian of {setting.steps} steps; stock is plain torch.compile; ratios are to eager", style="bold")
+    where = ", as growth of the resident set" if setting.device.type == "cpu" else ""
+    console.print(f"memory: what one step needs on top of weights and inputs{where}", style="dim")
     console.print(table)
 
 

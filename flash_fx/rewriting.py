@@ -46,7 +46,7 @@ def _rewrite_one(gm: GraphModule) -> Report:
         twin = make_twin(gm)
         found = find_sites(twin)
     except Exception as e:  # a user's model never fails because of us
-        log.warning("flash_fx could not analyse a graph and left it alone: %s: %s", type(e).__name__, e)
+        log.info("flash_fx could not analyse a graph and left it alone: %s: %s", type(e).__name__, e)
         log.debug("analysis failed", exc_info=True)
         return Report(
             [SiteReport("left", Reason.INTERNAL.code, f"{type(e).__name__}: {e}", "", "unknown:0", (), "unknown")]
@@ -94,6 +94,7 @@ def _replace(gm: GraphModule, twin: Twin, site: Site) -> list[Node]:
     target.replace_all_uses_with(new)
     inputs = target.all_input_nodes
     gm.graph.erase_node(target)
+    new._rename(target.name)  # exported programs name their outputs
     twin.history[new], twin.order[new] = twin.history.pop(target), twin.order.pop(target)
     return inputs
 
@@ -111,6 +112,18 @@ def _result_node(twin: Twin, site: Site) -> tuple[Node, Node]:
     if may_mutate(user) or user.op not in ("call_function", "call_method"):
         raise Reject(Reason.MUTATED, user, "the value product is written into an existing tensor")
     return user, node
+
+
+_VIEWING = ("transpose", "permute", "reshape", "view", "flatten", "contiguous", "squeeze", "unsqueeze", "getitem")
+
+
+def _is_returned(node: Node, depth: int = 4) -> bool:
+    """May the caller get hold of this tensor's memory: is it, or perhaps a view of it, an output of the graph?"""
+    return depth > 0 and any(
+        u.op == "output"
+        or (str(getattr(u.target, "__name__", u.target)).startswith(_VIEWING) and _is_returned(u, depth - 1))
+        for u in node.users
+    )
 
 
 class _Emitter:
@@ -146,10 +159,8 @@ class _Emitter:
         if site.product.meta["val"].dtype != site.dtype:
             out = self._call(aten._to_copy.default, out, dtype=site.product.meta["val"].dtype)
         out = self._into_place(out, placement)
-        if len(self.twin.history[self.target]) > 1:
-            out = self._call(
-                aten.clone.default, out
-            )  # written in place later: the operator keeps its own for the backward
+        if len(self.twin.history[self.target]) > 1 or (self._wants_gradient() and _is_returned(self.target)):
+            out = self._call(aten.clone.default, out)  # somebody may write into it: the operator keeps its own
         return out
 
     # *** operands ***
@@ -234,6 +245,10 @@ class _Emitter:
 
     # *** the result ***
 
+    def _wants_gradient(self) -> bool:
+        value = example_value(self.target)
+        return isinstance(value, torch.Tensor) and value.requires_grad
+
     def _into_place(self, out: Node, placement: Placement) -> Node:
         """The operator's [B, H, M, Dv] with the dimensions, and the order in memory, of the user's tensor."""
         letters = "bhmd"
@@ -272,7 +287,8 @@ class _Emitter:
             mode = compat.fake_mode_of([example_value(n) for n in node.all_input_nodes])
             if mode is not None:
                 with mode, torch.no_grad():
-                    node.meta["example_value"] = node.target(*args, **kwargs)  # type: ignore[operator]
+                    value = node.target(*args, **kwargs)  # type: ignore[operator]
+                    node.meta["val" if "val" in self.target.meta else "example_value"] = value
         except Exception:  # only later readers of the graph would use it
             log.debug("no example value for %s", node, exc_info=True)
         if "stack_trace" in self.target.meta:

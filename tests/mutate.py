@@ -66,7 +66,8 @@ MUTANTS = [
         ("tests/match/test_pull.py", "-k", "tril"),
     ),
     Mutant(
-        "softmax axis unchecked", LIFT, "if not runs_over_keys or any(", "if not at or any(",
+        "softmax axis unchecked", LIFT,
+        "if not runs_over_keys or any(x is N for i in others for x in walk(i)):", "if not index:",
         (*ZOO, "softmax_over and static"),
     ),
     Mutant(

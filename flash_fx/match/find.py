@@ -46,6 +46,9 @@ def find_sites(twin: Twin) -> list[Found]:
 def _all_or_none(verdicts: list[Found]) -> list[Found]:
     """Weights that one product still needs as a matrix are needed, so the other products of the same softmax stay too."""
     left = [f for f in verdicts if isinstance(f.verdict, Reject)]
+    if not left and len(verdicts) > 1 and any(isinstance(f.verdict, Site) and f.verdict.program.drop for f in verdicts):
+        shared = Reject(Reason.DROPOUT, verdicts[0].anchor, "one dropout feeds several value products")
+        return [Found(f.anchor, f.product, shared) for f in verdicts]
     if not left:
         return verdicts
     needed = Reject(Reason.WEIGHTS_USED, left[0].product, "by a matrix product that is left alone")

@@ -234,6 +234,7 @@ def _build(twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: in
         key, value = _with_heads(key, hk, heads), _with_heads(value, hv, heads)
     program = Program(canonical(score) or SCORE, canonical(keep), None, canonical(weight), drop, empty)
     program, captures = _renumber(program, puller.captures)
+    _check_integers(program, anchor)
     dtype = _common_dtype([q_dtype, k_dtype, v_dtype], product)
     dims = {"B": batch, "H": heads, "HK": kv_heads, "M": sizes[M], "N": sizes[N], "D": sizes[D], "DV": dv}
     _check_devices([query.node, key.node, value.node, *captures], product)
@@ -516,6 +517,13 @@ def _with_heads(operand: Operand, has: Expr, wanted: Expr) -> Operand:
 
 
 # *** checks ***
+
+
+def _check_integers(program: Program, anchor: Node) -> None:
+    for _, e in program.parts():
+        for n in walk(e):
+            if isinstance(n, Const) and type(n.head) is int and abs(n.head) >= 2**31:
+                raise Reject(Reason.SCORE, anchor, f"the integer {n.head} leaves the range of index arithmetic")
 
 
 def _common_dtype(dtypes: list[torch.dtype], node: Node) -> torch.dtype:

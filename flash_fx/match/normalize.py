@@ -304,6 +304,8 @@ def may_mutate(n: Node) -> bool:
 
 
 def _inplace_name(name: str) -> bool:
+    if name.startswith("__i") and name.endswith("__"):
+        return name not in ("__invert__", "__index__", "__int__", "__iter__", "__init__")
     return name.endswith("_") and not name.endswith("__")
 
 

@@ -54,7 +54,8 @@ def as_operand(
     heads = next((s for a in axes for letter, s in zip(a.letters, a.sizes, strict=True) if letter == "h"), ix.ONE)
     if any(len(a.letters) > 1 for a in axes):
         steps.append((aten.view.default, (tuple(s for a in axes for s in a.sizes),)))
-    _arrange(order, {**sizes, **{letter: s for a in axes for letter, s in zip(a.letters, a.sizes, strict=True)}}, steps)
+    have = {letter: size for a in axes for letter, size in zip(a.letters, a.sizes, strict=True)}
+    _arrange(order, have, sizes, steps)
     return Operand(node, tuple(steps)), heads
 
 
@@ -148,8 +149,8 @@ def _shifted(at: int, size: Expr, i: Expr, letters: dict, sizes: dict, steps: li
     return None
 
 
-def _arrange(order: list[str], sizes: dict[str, Expr], steps: list) -> None:
-    """Permute to b, h, l, d; digits of the batch are merged, missing axes inserted, a missing batch or length expanded."""
+def _arrange(order: list[str], have: dict[str, Expr], wanted: dict[str, Expr], steps: list) -> None:
+    """Permute to b, h, l, d; digits of the batch are merged, missing axes inserted, all but the heads expanded."""
     digits = sorted(letter for letter in order if letter[0] == "b" and letter != "b")
     present = digits + [letter for letter in "bhld" if letter in order]
     permutation = tuple(order.index(letter) for letter in present)
@@ -157,11 +158,12 @@ def _arrange(order: list[str], sizes: dict[str, Expr], steps: list) -> None:
         steps.append((aten.permute.default, (permutation,)))
     if digits:
         order = ["b", *present[len(digits) :]]
-        steps.append((aten.reshape.default, (tuple(sizes[letter] for letter in order),)))
+        have = {**have, "b": wanted["b"]}
+        steps.append((aten.reshape.default, (tuple(have[letter] for letter in order),)))
     for position, letter in enumerate("bhld"):
         if letter not in order:
             steps.append((aten.unsqueeze.default, (position,)))
-    missing = {letter for letter in "bld" if letter not in order and sizes[letter] is not ix.ONE}
-    if missing:
-        shape = tuple(sizes[letter] if letter in missing else ix.const(-1) for letter in "bhld")
+    short = {letter for letter in "bld" if have.get(letter, ix.ONE) is ix.ONE and wanted[letter] is not ix.ONE}
+    if short:
+        shape = tuple(wanted[letter] if letter in short else ix.const(-1) for letter in "bhld")
         steps.append((aten.expand.default, (shape,)))

@@ -82,6 +82,8 @@ class Puller:
         operation = table.name_of(node)
         if operation == "getitem":
             return self._dropout(node, index)
+        if node not in self.cone and _reads_float64(node):
+            return None  # a program computes in float32
         if operation in table.CASTS:
             return self._cast(node, index)
         if operation in table.GENERATORS:
@@ -280,8 +282,10 @@ class Puller:
             return inner
         if after.is_floating_point and before.is_floating_point:
             return inner if node in self.cone or _widens(node) else _narrow(inner, after)
-        if not after.is_floating_point and after not in (torch.bool, torch.int64, torch.int32):
-            return None if before is not torch.bool else cast(inner, "bool", "int")
+        if not after.is_floating_point and after not in (torch.bool, torch.int64):
+            return None if before is not torch.bool else cast(inner, "bool", "int")  # int32 may wrap around
+        if after.itemsize == 2 and not before.is_floating_point and before is not torch.bool:
+            return _narrow(inner, after) if isinstance(inner, Const) else None  # half holds few integers
         return cast(inner, table.kind_of_dtype(before), table.kind_of_dtype(after))
 
     def _generate(self, node: Node, operation: str, index: Index) -> Expr | None:
@@ -289,7 +293,7 @@ class Puller:
         kind = table.kind_of_dtype(dtype)
         if operation == "arange":
             numbers = [self._integer(a) for a in node.args]
-            if any(n is None for n in numbers) or kind == "bool":
+            if any(n is None for n in numbers) or kind == "bool" or dtype.itemsize < 4:
                 return None
             start, step = (ix.ZERO if len(numbers) < 2 else numbers[0]), (numbers[2] if len(numbers) > 2 else ix.ONE)
             return cast(ix.add(start, ix.mul(index[0], step)), "int", kind)  # type: ignore[arg-type]
@@ -341,7 +345,7 @@ class Puller:
         if any(f is None and v is not None for f, v in zip(found, values, strict=True)):
             return None
         kind = self._operand_kind(how, dtype, [f[1] for f in found if f is not None])
-        if kind is None or (kind == "int" and how == "result" and dtype not in (torch.int64, torch.int32)):
+        if kind is None or (kind == "int" and how == "result" and dtype is not torch.int64):
             return None
         args = [None if f is None else cast(f[0], f[1], kind) for f in found]
         if kind == "bool" and how == "result":
@@ -548,6 +552,11 @@ def _fold_branches(operation: str, x: Expr, y: Expr) -> Expr | None:
 
 def _apply(operation: str, x: Any, y: Any) -> bool:
     return {"lt": x < y, "le": x <= y, "gt": x > y, "ge": x >= y, "eq": x == y, "ne": x != y}[operation]
+
+
+def _reads_float64(node: Node) -> bool:
+    values = [a.meta.get("val") for a in node.all_input_nodes]
+    return any(isinstance(v, torch.Tensor) and v.dtype is torch.float64 and v.dim() > 0 for v in values)
 
 
 def _widens(node: Node) -> bool:

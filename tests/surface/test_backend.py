@@ -258,6 +258,7 @@ def test_uuid_changes_with(edited, tmp_path, monkeypatch):
     from flash_fx import fingerprint
     from flash_fx.kernels import render
 
+    fingerprint._sources.cache_clear()
     before = uuid(Options())
     package = tmp_path / "flash_fx"
     shutil.copytree(
