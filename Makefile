@@ -51,7 +51,7 @@ test-torch211: $(VENV211)/.made
 	TRITON_INTERPRET=1 $(VENV211)/bin/python $(PYTEST) $(INTERPRETED)
 
 quick-torch211: $(VENV211)/.made
-	$(VENV211)/bin/python $(PYTEST) -m "not slow" tests/score tests/match tests/ops tests/surface
+	$(VENV211)/bin/python $(PYTEST) -m "not slow" tests/score tests/ops tests/match/test_zoo_verdicts.py tests/test_adversarial.py
 
 gpu: $(VENV)/.made
 	$(BIN)/python -m pytest -q tests/gpu $(PYTEST_ARGS)

@@ -456,7 +456,7 @@ def causal_arange(q, k, v):
 @row(
     *qkv(m=9),
     program="score = where(c0[0, 0, q_idx + 4, kv_idx], score * 0.25, -3.4028234663852886e+38)",
-    dynamic="score = where(c0[0, 0, q_idx + kv_len - q_len, kv_idx], score * 0.25, -3.4028234663852886e+38)",
+    dynamic="score = where(c0[0, 0, q_idx, kv_idx], score * 0.25, -3.4028234663852886e+38)",
 )
 class CausalBuffer(nn.Module):
     row_name = "causal_buffer"

@@ -300,7 +300,9 @@ def may_mutate(n: Node) -> bool:
     if isinstance(n.target, torch._ops.OpOverloadPacket):
         return any(getattr(n.target, o)._schema.is_mutable for o in n.target.overloads())
     name = getattr(n.target, "__name__", "")
-    return name == "setitem" or _inplace_name(name) or n.target in _INPLACE_OPERATORS or _inplace_argument(n)
+    if getattr(n.target, "__module__", "") == "_operator":  # and_, or_, not_ only look like in-place names
+        return name == "setitem" or n.target in _INPLACE_OPERATORS
+    return name == "setitem" or _inplace_name(name) or _inplace_argument(n)
 
 
 def _inplace_name(name: str) -> bool:
