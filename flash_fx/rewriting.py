@@ -114,18 +114,6 @@ def _result_node(twin: Twin, site: Site) -> tuple[Node, Node]:
     return user, node
 
 
-_VIEWING = ("transpose", "permute", "reshape", "view", "flatten", "contiguous", "squeeze", "unsqueeze", "getitem")
-
-
-def _is_returned(node: Node, depth: int = 4) -> bool:
-    """May the caller get hold of this tensor's memory: is it, or perhaps a view of it, an output of the graph?"""
-    return depth > 0 and any(
-        u.op == "output"
-        or (str(getattr(u.target, "__name__", u.target)).startswith(_VIEWING) and _is_returned(u, depth - 1))
-        for u in node.users
-    )
-
-
 class _Emitter:
     """Writes the nodes of one site before `target`. Nothing is left behind when a Reject is raised."""
 
@@ -159,8 +147,8 @@ class _Emitter:
         if site.product.meta["val"].dtype != site.dtype:
             out = self._call(aten._to_copy.default, out, dtype=site.product.meta["val"].dtype)
         out = self._into_place(out, placement)
-        if len(self.twin.history[self.target]) > 1 or (self._wants_gradient() and _is_returned(self.target)):
-            out = self._call(aten.clone.default, out)  # somebody may write into it: the operator keeps its own
+        if len(self.twin.history[self.target]) > 1:
+            out = self._call(aten.clone.default, out)  # the graph writes into it later: the operator keeps its own
         return out
 
     # *** operands ***
@@ -244,10 +232,6 @@ class _Emitter:
         raise Reject(Reason.OPERAND, self.site.product, f"size {wanted} is not available")
 
     # *** the result ***
-
-    def _wants_gradient(self) -> bool:
-        value = example_value(self.target)
-        return isinstance(value, torch.Tensor) and value.requires_grad
 
     def _into_place(self, out: Node, placement: Placement) -> Node:
         """The operator's [B, H, M, Dv] with the dimensions, and the order in memory, of the user's tensor."""
