@@ -14,9 +14,10 @@ from torch.fx import Node
 from ..reject import Reason, Reject
 from . import aten as table
 from .lift import lift_site
-from .normalize import Twin
+from .normalize import Twin, resembles_softmax
 from .shapes import UnknownSizeError
 from .site import Site
+from .softmax import canonicalise
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Found:
 
 def find_sites(twin: Twin) -> list[Found]:
     """All attentions in graph order."""
+    canonicalise(twin)
     live = _live(twin)
     found = []
     for anchor in twin.graph.nodes:
@@ -56,10 +58,13 @@ def _all_or_none(verdicts: list[Found]) -> list[Found]:
 
 
 def has_softmax(graph: Any) -> bool:
-    """A quick look at any graph, before a twin is made: does anything in it resemble a softmax?"""
-    return any("softmax" in str(n.target) or "multi_head_attention" in str(n.target) for n in graph.nodes) or any(
-        _has_softmax_module(n) for n in graph.nodes if n.op == "call_module"
-    )
+    """A quick look at any graph, before a twin is made: does anything in it resemble a softmax between two products?"""
+    names = [str(n.target) if n.op == "call_method" else str(getattr(n.target, "__name__", n.target)) for n in graph.nodes]
+    if any("softmax" in n or n.startswith("multi_head_attention") for n in names):
+        return True
+    by_hand = any(n.split(".")[0] in ("sum", "logsumexp", "log_softmax") for n in names)
+    exponential = by_hand and any(resembles_softmax(n) for n in graph.nodes)
+    return exponential or any(_has_softmax_module(n) for n in graph.nodes if n.op == "call_module")
 
 
 def _has_softmax_module(node: Node) -> bool:

@@ -47,6 +47,7 @@ class _Lifted:
     query: tuple[Node, Index]
     key: tuple[Node, Index]
     value: tuple[Node, Index]
+    sink: Expr | None
     empty: float | None
     covered: set[Node] = field(default_factory=set)
 
@@ -112,10 +113,24 @@ def _walk(
     score = puller.pull(anchor.args[0], found["softmax"])  # type: ignore[arg-type]
     if "qk" not in pair:
         raise Reject(Reason.SCORE, anchor)
+    sink = _sink(puller, anchor, found["softmax"])
     v_index = (I, N, D) if position == 0 else (I, D, N)
     empty = 0.0 if anchor.target is torch.ops.aten._safe_softmax.default else None
     covered |= puller.visited | {score_product}
-    return _Lifted(puller, score, weight, pair["qk"].left, pair["qk"].right, (values, v_index), empty, covered)  # type: ignore[arg-type]
+    return _Lifted(puller, score, weight, pair["qk"].left, pair["qk"].right, (values, v_index), sink, empty, covered)  # type: ignore[arg-type]
+
+
+def _sink(puller: Puller, anchor: Node, index: Index) -> Expr | None:
+    """The extra term of the denominator, by batch, head and query."""
+    logit = puller.twin.sinks.get(anchor)
+    if logit is None:
+        return None
+    if not isinstance(logit, Node):
+        return const(float(logit))
+    sink = puller.pull(logit, puller._unexpand(logit, index))
+    if any(n is N or n is SCORE for n in walk(sink)):
+        raise Reject(Reason.SCORE, anchor, "the extra term of the denominator is not one number a row")
+    return sink
 
 
 def _check_gradient(puller: Puller, node: Node) -> None:
@@ -208,7 +223,7 @@ def _build(twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: in
     weight, drop = _split_weight(lifted.weight, anchor)
     if any(_selects(n) for n in walk(lifted.weight)) and (keep is not None or _may_hold_infinity(score)):
         raise Reject(Reason.WEIGHT, anchor, "weights are replaced by 0 where a whole row may be NaN")
-    exprs = [e for e in (score, keep, weight) if e is not None]
+    exprs = [e for e in (score, keep, weight, lifted.sink) if e is not None]
     keys = [*lifted.key[1], *lifted.value[1]]
     heads = _heads([[*_indices(puller, lifted.query)], exprs, keys], sizes[I], shapes)
     if heads is ix.ONE and _is_one_batch(shapes.of(anchor), sizes[I]):
@@ -232,7 +247,7 @@ def _build(twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: in
     kv_heads = hk if ix.same(hk, hv) else heads
     if kv_heads is heads:
         key, value = _with_heads(key, hk, heads), _with_heads(value, hv, heads)
-    program = Program(canonical(score) or SCORE, canonical(keep), None, canonical(weight), drop, empty)
+    program = Program(canonical(score) or SCORE, canonical(keep), canonical(lifted.sink), canonical(weight), drop, empty)
     program, captures = _renumber(program, puller.captures)
     _check_integers(program, anchor)
     dtype = _common_dtype([q_dtype, k_dtype, v_dtype], product)

@@ -59,7 +59,8 @@ class Twin:
     """`graph` is functional ATen. `history[user_node]` lists (moment, twin node): the value from that moment on.
 
     Moments count the user's nodes in order. `roots` are the values that somebody outside the twin reads: outputs, inputs
-    of leaves, what in-place writes leave in the inputs. `stops` are twin nodes at which eager stops the gradient.
+    of leaves, what in-place writes leave in the inputs. `stops` are twin nodes at which eager stops the gradient. `sinks`
+    is filled by `softmax.canonicalise`.
     """
 
     graph: torch.fx.Graph
@@ -68,6 +69,7 @@ class Twin:
     roots: set[Node] = field(default_factory=set)
     requires_grad: set[Node] = field(default_factory=set)
     stops: set[Node] = field(default_factory=set)
+    sinks: dict[Node, Any] = field(default_factory=dict)  # softmax -> logit of one more term of its denominator
 
     def value_at(self, user: Node, moment: int) -> Node | None:
         """The twin node that holds the value of `user` just before the node at `moment` runs."""
@@ -147,13 +149,19 @@ def _fresh(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
+def resembles_softmax(n: Node) -> bool:
+    """A softmax, or an exponential that may be part of one."""
+    target = str(n.target) if n.op == "call_method" else str(getattr(n.target, "__name__", n.target))
+    return "softmax" in target or target.split(".")[0] in ("exp", "exp_")
+
+
 def _relevant(graph: torch.fx.Graph) -> set[Node]:
     """Nodes that an attention can be made of; the rest of the graph becomes leaves, which cost nothing to trace.
 
     From every softmax forward to the next matrix products, then from those (and from every in-place write, whose effect
     must be seen) backward to the nearest leaves.
     """
-    stack = [n for n in graph.nodes if "softmax" in str(n.target)]
+    stack = [n for n in graph.nodes if resembles_softmax(n)]
     seeds = {n for n in graph.nodes if may_mutate(n)}
     while stack:
         node = stack.pop()
@@ -202,6 +210,7 @@ class _Recorder(Interpreter):
         super().__init__(gm, garbage_collect_values=False)
         self.mode, self.moment = mode, 0
         self.relevant = _relevant(gm.graph)
+        self.read = self.relevant | {source for n in self.relevant for source in n.all_input_nodes}
         self.history: dict[Node, list[tuple[int, Node]]] = {}
         self.functional: dict[Node, Any] = {}
         self.leaves: list[Node] = []
@@ -249,6 +258,8 @@ class _Recorder(Interpreter):
     def _leaf(self, n: Node) -> Any:
         if any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(example_value(n))):
             self.leaves.append(n)  # a size or a stride of a tensor is no use of its values
+            if n not in self.read:
+                return None
         return pytree.tree_map(lambda v: self._leaf_tensor(n, v), example_value(n))
 
     def _leaf_tensor(self, n: Node, value: Any) -> Any:

@@ -1,0 +1,554 @@
+"""Every spelling of softmax becomes one node: `_softmax(x, dim)`, or `_safe_softmax` where rows without a key give 0.
+
+Works on the twin alone, before anything is searched for. Recognised, for a row-constant shift c of any kind:
+
+    exp(x - c) / (sum(exp(x - c)) + exp(y - c))     softmax with one more term y in the denominator (a sink)
+    exp(x) / (sum(exp(x)) + 1e-6)                   the same with y = log(1e-6)
+    (exp(x - c) @ v) / sum(exp(x - c))              divided after the value product
+    exp(log_softmax(x)), exp(x - logsumexp(x))
+    softmax(cat([x, y]))[..., :-1]                  a sink as an extra column
+    softmax((x - max(x)) * alpha)                   a shift by hand, which changes nothing
+    nan_to_num(softmax(x)), where(isnan(w), 0, w)   rows without a key give 0
+    (a - b) @ v                                     a @ v - b @ v, where a and b are weights
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from . import aten as table
+from .normalize import Twin
+
+aten = torch.ops.aten
+_SAME_VALUE = frozenset({"alias", "clone", "contiguous", "lift_fresh", "_to_copy", "detach"})
+
+
+def canonicalise(twin: Twin) -> None:
+    """Replace every recognised spelling in the twin; `twin.sinks` gets the extra terms of denominators."""
+    for rule in (_nodes_of_quotients, _nodes_of_logarithms, _nodes_of_columns, _nodes_of_shifts, _nodes_of_guards):
+        rule(twin)
+    _split_sums_of_weights(twin)
+
+
+# *** looking through ***
+
+
+def peel(node: Any) -> Any:
+    """The node that first has this value, whatever its dtype and memory."""
+    while isinstance(node, Node) and table.name_of(node) in _SAME_VALUE:
+        node = node.args[0]
+    return node
+
+
+def _peel_broadcast(node: Any) -> Any:
+    node = peel(node)
+    while isinstance(node, Node) and table.name_of(node) in ("expand", "expand_as"):
+        node = peel(node.args[0])
+    return node
+
+
+def _shape(node: Node) -> Any:
+    return node.meta["val"].shape
+
+
+def _rank(node: Node) -> int:
+    return len(_shape(node))
+
+
+def _is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def _is_row_constant(value: Any, like: Node, dim: int) -> bool:
+    """Broadcast against `like`, does the value stay the same along `dim`?"""
+    value = _peel_broadcast(value)
+    if not isinstance(value, Node):
+        return isinstance(value, (int, float))
+    held = value.meta.get("val")
+    if not isinstance(held, torch.Tensor):
+        return isinstance(held, (int, float, torch.SymInt, torch.SymFloat))
+    at = dim - (_rank(like) - held.dim())
+    return at < 0 or (_is_one(held.shape[at]) and not _is_one(_shape(like)[dim]))
+
+
+def _reduction(node: Any, names: tuple[str, ...]) -> tuple[Node, int] | None:
+    """(what is reduced, over which dimension) where the node is such a reduction, its dimension kept or put back."""
+    node = _peel_broadcast(node)
+    put_back = None
+    if isinstance(node, Node) and table.name_of(node) == "unsqueeze":
+        put_back = int(node.args[1]) % _rank(node)  # type: ignore[arg-type]
+        node = peel(node.args[0])
+    if not isinstance(node, Node) or table.name_of(node) not in names:
+        return None
+    source, dims, keeps = node.args[0], _argument(node, 1), bool(_argument(node, 2))
+    dims = [dims] if isinstance(dims, int) else dims
+    if not isinstance(source, Node) or not isinstance(dims, (list, tuple)) or len(dims) != 1:
+        return None
+    dim = int(dims[0]) % _rank(source)
+    return (source, dim) if (keeps and put_back is None) or (not keeps and put_back == dim) else None
+
+
+def _argument(node: Node, position: int) -> Any:
+    """A positional argument, also where it was given by name or left out."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    argument = node.target._schema.arguments[position]
+    return node.args[position] if len(node.args) > position else node.kwargs.get(argument.name, argument.default_value)
+
+
+# *** editing ***
+
+
+def _insert(twin: Twin, before: Node, target: Any, *args: Any, val: torch.Tensor, like: Node, **kwargs: Any) -> Node:
+    """A new twin node; gradients flow through it as through `like`."""
+    with twin.graph.inserting_before(before):
+        new = twin.graph.call_function(target, args, kwargs)
+    new.meta["val"] = val
+    if like in twin.requires_grad:
+        twin.requires_grad.add(new)
+    return new
+
+
+def _take_place(twin: Twin, old: Node, new: Node, between: tuple[Node, ...] = ()) -> None:
+    """`new` stands for `old` from now on. A stop of the gradient anywhere in between becomes a stop at `new`."""
+    old.replace_all_uses_with(new)
+    for entries in twin.history.values():
+        entries[:] = [(moment, new if node is old else node) for moment, node in entries]
+    if old in twin.roots:
+        twin.roots.remove(old)
+        twin.roots.add(new)
+    if any(n in twin.stops for n in (old, *between)):
+        twin.stops.add(new)
+
+
+def _softmax_for(twin: Twin, old: Node, x: Node, dim: int, sink: Any = None, *, safe: bool = False) -> Node:
+    """A softmax of `x` with the dtype of `old`, before `old`."""
+    target = aten._safe_softmax.default if safe else aten._softmax.default
+    args = (x, dim) if safe else (x, dim, False)
+    new = _insert(twin, old, target, *args, val=x.meta["val"], like=old)
+    if sink is not None:
+        twin.sinks[new] = sink
+    dtype = old.meta["val"].dtype
+    if dtype == x.meta["val"].dtype:
+        return new
+    return _insert(twin, old, aten._to_copy.default, new, dtype=dtype, val=x.meta["val"].to(dtype), like=old)
+
+
+# *** exp over its sum ***
+
+
+@dataclass(frozen=True)
+class _Row:
+    """exp(z) over its sum: the exponential, the score x with no shift, the sink, the dimension."""
+
+    exponential: Node
+    x: Node
+    sink: Any
+    dim: int
+
+
+def _nodes_of_quotients(twin: Twin) -> None:
+    for node in list(twin.graph.nodes):
+        parts = _quotient(node)
+        if parts is None:
+            continue
+        numerator, denominator = parts
+        if (row := _normalised(twin, numerator, denominator, node)) is not None:
+            new = _softmax_for(twin, node, row.x, row.dim, row.sink)
+            _take_place(twin, node, new, (row.exponential,))
+        else:
+            _normalise_before_product(twin, node, numerator, denominator)
+
+
+def _quotient(node: Node) -> tuple[Node, Node] | None:
+    operation = table.name_of(node)
+    if operation in ("div", "true_divide") and not node.kwargs and all(isinstance(a, Node) for a in node.args):
+        return node.args  # type: ignore[return-value]
+    if operation == "mul":
+        for a, b in (node.args, reversed(node.args)):
+            inverse = peel(b)
+            if isinstance(inverse, Node) and table.name_of(inverse) == "reciprocal" and isinstance(a, Node):
+                return a, inverse.args[0]  # type: ignore[return-value]
+    return None
+
+
+def _normalised(twin: Twin, numerator: Node, denominator: Node, before: Node) -> _Row | None:
+    exponential = peel(numerator)
+    weighted = _exponent(twin, exponential, before)
+    if weighted is None:
+        return None
+    total, others = None, []
+    for term in _terms(_without_floor(denominator, exponential)):
+        reduced = _reduction(term, ("sum",))
+        if total is None and reduced is not None and peel(reduced[0]) is exponential:
+            total = reduced
+        else:
+            others.append(term)
+    if total is None or len(others) > 1:
+        return None
+    z, dim = weighted, total[1]
+    x, shift = _split_shift(z, dim)
+    if not others:
+        return _Row(exponential, x, None, dim)
+    sink = _sink(others[0], z, shift, dim)
+    return None if sink is None else _Row(exponential, x if shift is not None else z, sink, dim)
+
+
+def _exponent(twin: Twin, node: Any, before: Node) -> Node | None:
+    """z where the node is exp(z), or exp(z) with zeros where a mask says so, which is exp(-inf)."""
+    if not isinstance(node, Node):
+        return None
+    operation = table.name_of(node)
+    if operation == "exp":
+        return node.args[0]  # type: ignore[return-value]
+    if operation not in ("masked_fill", "where", "mul"):
+        return None
+    found = _zeroed(node)
+    if found is None:
+        return None
+    kept, condition, inverted = found
+    inner = peel(kept)
+    if not isinstance(inner, Node) or table.name_of(inner) != "exp":
+        return None
+    z: Node = inner.args[0]  # type: ignore[assignment]
+    val = z.meta["val"]
+    fill = _insert(twin, before, aten.scalar_tensor.default, -math.inf, dtype=val.dtype, val=val.new_empty(()), like=z)
+    twin.requires_grad.discard(fill)
+    branches = (fill, z) if inverted else (z, fill)
+    return _insert(twin, before, aten.where.self, condition, *branches, val=val.expand(_shape(node)), like=z)
+
+
+def _zeroed(node: Node) -> tuple[Node, Node, bool] | None:
+    """(value, bool condition, whether the condition marks the zeros)"""
+    if table.name_of(node) == "masked_fill":
+        return (node.args[0], node.args[1], True) if _is_zero(node.args[2]) else None  # type: ignore[return-value]
+    if table.name_of(node) == "where":
+        condition, x, y = node.args
+        if _is_zero(y):
+            return x, condition, False  # type: ignore[return-value]
+        return (y, condition, True) if _is_zero(x) else None  # type: ignore[return-value]
+    for value, mask in (node.args, reversed(node.args)):
+        mask = peel(mask)
+        if isinstance(value, Node) and isinstance(mask, Node) and mask.meta["val"].dtype is torch.bool:
+            return value, mask, False
+    return None
+
+
+def _is_zero(value: Any) -> bool:
+    value = peel(value)
+    if isinstance(value, Node) and table.name_of(value) in ("scalar_tensor", "full", "zeros", "zeros_like"):
+        value = 0 if "zeros" in table.name_of(value) else value.args[-1 if table.name_of(value) == "full" else 0]
+    return isinstance(value, (int, float)) and value == 0
+
+
+def _terms(node: Any) -> Iterator[Any]:
+    inner = peel(node)
+    if isinstance(inner, Node) and table.name_of(inner) == "add" and not inner.kwargs:
+        yield from _terms(inner.args[0])
+        yield from _terms(inner.args[1])
+    else:
+        yield node
+
+
+def _without_floor(denominator: Node, exponential: Node) -> Any:
+    """max(sum, eps) is the sum where the greatest term is exp(0) = 1."""
+    node = peel(denominator)
+    if table.name_of(node) not in ("clamp_min", "clamp") or len(node.args) + len(node.kwargs) != 2:
+        return denominator
+    floor = node.args[1] if len(node.args) > 1 else node.kwargs.get("min")
+    z = peel(exponential.args[0]) if table.name_of(exponential) == "exp" else None
+    if not isinstance(floor, (int, float)) or floor > 1 or z is None or table.name_of(z) != "sub" or z.kwargs:
+        return denominator
+    greatest = _reduction(_peel_item(z.args[1]), ("amax", "max"))
+    return node.args[0] if greatest is not None and peel(greatest[0]) is peel(z.args[0]) else denominator
+
+
+def _peel_item(node: Any) -> Any:
+    """`max(dim)` gives values and indices: its first item counts as the reduction."""
+    node = _peel_broadcast(node)
+    if isinstance(node, Node) and table.name_of(node) == "getitem" and node.args[1] == 0:
+        return node.args[0]
+    return node
+
+
+def _split_shift(z: Node, dim: int) -> tuple[Node, Node | None]:
+    """(x, c) of x - c with c constant along the row and made from the scores; (z, None) otherwise."""
+    inner = peel(z)
+    if table.name_of(inner) == "sub" and not inner.kwargs and isinstance(inner.args[0], Node):
+        x, c = inner.args
+        if isinstance(c, Node) and _is_row_constant(c, x, dim) and _depends_on_product(c):
+            return x, c  # type: ignore[return-value]
+    return z, None
+
+
+def _depends_on_product(node: Node, limit: int = 64) -> bool:
+    """Is the value made from a matrix product nearby (so that it is no tensor one could capture)?"""
+    seen, stack = set(), [node]
+    while stack and len(seen) < limit:
+        n = stack.pop()
+        if n.target is table.BMM:
+            return True
+        if n not in seen:
+            seen.add(n)
+            stack.extend(n.all_input_nodes)
+    return False
+
+
+def _sink(term: Any, z: Node, shift: Node | None, dim: int) -> Any:
+    """The logit, relative to the unshifted score, of one more term of the denominator; None where it has none."""
+    value = peel(term)
+    if not isinstance(value, Node):
+        return math.log(value) if shift is None and isinstance(value, (int, float)) and value > 0 else None
+    if not _is_row_constant(value, z, dim) or table.name_of(value) != "exp":
+        return None
+    logit: Node = value.args[0]  # type: ignore[assignment]
+    if shift is None:
+        return logit
+    inner, c = peel(logit), _peel_broadcast(shift)
+    if table.name_of(inner) == "neg" and _peel_broadcast(inner.args[0]) is c:
+        return 0.0
+    if table.name_of(inner) == "sub" and not inner.kwargs and _peel_broadcast(inner.args[1]) is c:
+        return inner.args[0]
+    return None
+
+
+def _normalise_before_product(twin: Twin, node: Node, numerator: Node, denominator: Node) -> None:
+    """(exp(z) @ v) / sum(exp(z)) becomes softmax(z) @ v, the views between product and quotient repeated."""
+    path, product = _to_product(numerator)
+    if product is None:
+        return
+    for position in (0, 1):
+        exponential, views = _through_views(product.args[position])
+        reduced = next(
+            (r for t in _terms(denominator) if (r := _reduction(t, ("sum",))) and peel(r[0]) is exponential), None
+        )
+        if not isinstance(exponential, Node) or reduced is None or reduced[1] != _rank(exponential) - 1:
+            continue
+        row = _normalised(twin, exponential, denominator, product)
+        if row is None or position != 0 or not _one_number_a_row(denominator, numerator):
+            return
+        weights = _softmax_for(twin, product, row.x, row.dim, row.sink)
+        left = _repeat(twin, views, weights, product)
+        args = (left, product.args[1])
+        new = _insert(twin, product, table.BMM, *args, val=product.meta["val"], like=product)
+        _take_place(twin, node, _repeat(twin, path, new, node), (row.exponential, product))
+        return
+
+
+def _one_number_a_row(denominator: Node, numerator: Node) -> bool:
+    """The quotient divides every row of the product by one number: [.., M, Dv] / [.., M, 1], no other axis moved."""
+    d, n = _peel_broadcast(denominator), numerator
+    shape, other = _shape(d), _shape(n)
+    return len(shape) == len(other) and _is_one(shape[-1]) and list(map(str, shape[:-1])) == list(map(str, other[:-1]))
+
+
+def _to_product(node: Node) -> tuple[list[Node], Node | None]:
+    """The views and casts from a product to the node, and the product."""
+    node, path = _walk_up(node)
+    return path, node if node.target is table.BMM else None
+
+
+def _through_views(node: Any) -> tuple[Any, list[Node]]:
+    inner, path = _walk_up(node)
+    return peel(inner), path
+
+
+def _walk_up(node: Any) -> tuple[Any, list[Node]]:
+    path: list[Node] = []
+    while isinstance(node, Node) and table.name_of(node) in table.VIEWS | table.CASTS and len(node.all_input_nodes) == 1:
+        path.append(node)
+        node = node.args[0]
+    return node, path[::-1]
+
+
+def _repeat(twin: Twin, path: list[Node], start: Node, before: Node) -> Node:
+    """The same views and casts of another node."""
+    for step in path:
+        start = _insert(twin, before, step.target, start, *step.args[1:], val=step.meta["val"], like=step, **step.kwargs)
+    return start
+
+
+# *** logarithms ***
+
+
+def _nodes_of_logarithms(twin: Twin) -> None:
+    for node in list(twin.graph.nodes):
+        if table.name_of(node) != "exp":
+            continue
+        inner = peel(node.args[0])
+        if not isinstance(inner, Node):
+            continue
+        if table.name_of(inner) == "_log_softmax":
+            x, dim = inner.args[0], int(inner.args[1]) % _rank(node)  # type: ignore[arg-type]
+            _take_place(twin, node, _softmax_for(twin, node, x, dim), (inner,))  # type: ignore[arg-type]
+        elif table.name_of(inner) == "sub" and not inner.kwargs:
+            x, reduced = inner.args[0], _reduction(inner.args[1], ("logsumexp",))
+            if isinstance(x, Node) and reduced is not None and peel(reduced[0]) is peel(x):
+                _take_place(twin, node, _softmax_for(twin, node, x, reduced[1]), (inner,))
+
+
+# *** a sink as a column ***
+
+
+def _nodes_of_columns(twin: Twin) -> None:
+    for node in list(twin.graph.nodes):
+        if node.target is not aten._softmax.default:
+            continue
+        dim = int(node.args[1]) % max(_rank(node), 1)
+        z, _ = _split_shift(node.args[0], dim)  # type: ignore[arg-type]
+        joined = peel(z)
+        if table.name_of(joined) != "cat" or int(_argument(joined, 1)) % _rank(node) != dim:
+            continue
+        pieces = joined.args[0]
+        if len(pieces) != 2 or not _is_one(_shape(pieces[1])[dim]) or _is_one(_shape(pieces[0])[dim]):
+            continue
+        users = [n for n in _users_of_value(node) if n.users or n in twin.roots]
+        if users and all(_drops_last(u, dim) for u in users):
+            for u in users:
+                new = _softmax_for(twin, u, pieces[0], dim, sink=pieces[1])
+                _take_place(twin, u, new, (node, joined))
+
+
+def _users_of_value(node: Node) -> list[Node]:
+    out: list[Node] = []
+    for user in node.users:
+        out += _users_of_value(user) if table.name_of(user) in _SAME_VALUE else [user]
+    return out
+
+
+def _drops_last(node: Node, dim: int) -> bool:
+    """x[..., :-1] along `dim`, also where all but one were asked for by number."""
+    if table.name_of(node) != "slice" or int(_argument(node, 1)) % _rank(node) != dim:
+        return False
+    start, step = _argument(node, 2), _argument(node, 4)
+    whole, part = _shape(node.args[0])[dim], _shape(node)[dim]  # type: ignore[arg-type]
+    return start in (0, None) and step == 1 and str(whole - 1) == str(part)
+
+
+# *** shifts by hand ***
+
+
+def _nodes_of_shifts(twin: Twin) -> None:
+    for node in list(twin.graph.nodes):
+        if node.target in table.SOFTMAX:
+            dim = int(node.args[1]) % max(_rank(node), 1)  # type: ignore[arg-type]
+            x = _without_shift(twin, node.args[0], dim, node)
+            if x is not None:
+                new = _insert(twin, node, node.target, x, *node.args[1:], val=node.meta["val"], like=node)
+                if node in twin.sinks:
+                    continue  # the sink would have to shift too
+                _take_place(twin, node, new)
+
+
+def _without_shift(twin: Twin, z: Any, dim: int, before: Node) -> Node | None:
+    """z less a shift that is constant along the row, anywhere in a sum, under factors and -inf masks; None: no shift."""
+    if not isinstance(z, Node) or not z.args:
+        return None
+    x, shift = _split_shift(z, dim) if table.name_of(z) == "sub" else (z, None)
+    if shift is not None:
+        return x
+    for position in _shiftable(z, dim):
+        inner = _without_shift(twin, z.args[position], dim, before)
+        if inner is not None:
+            args = [*z.args]
+            args[position] = inner
+            new = _insert(twin, before, z.target, *args, val=z.meta["val"], like=z, **z.kwargs)
+            if z in twin.stops:
+                twin.stops.add(new)
+            return new
+    return None
+
+
+def _shiftable(z: Node, dim: int) -> tuple[int, ...]:
+    """Arguments to which a constant along the row may be added without changing the softmax of the result."""
+    operation = table.name_of(z)
+    if operation == "add" and not z.kwargs:
+        return 0, 1
+    if operation == "sub" and not z.kwargs:
+        return (0,)
+    if operation in ("mul", "div") and _is_row_constant(z.args[1], z, dim):
+        return (0,)
+    if operation in ("_to_copy", "clone", "alias"):
+        return (0,)
+    if operation == "masked_fill" and _is_minus_infinity(z.args[2]):
+        return (0,)
+    if operation == "where":
+        if _is_minus_infinity(z.args[2]):
+            return (1,)
+        return (2,) if _is_minus_infinity(z.args[1]) else ()
+    return ()
+
+
+def _is_minus_infinity(value: Any) -> bool:
+    value = peel(value)
+    if isinstance(value, Node) and table.name_of(value) in ("scalar_tensor", "full"):
+        value = value.args[0 if table.name_of(value) == "scalar_tensor" else 1]
+    return value == -math.inf if isinstance(value, (int, float)) else False
+
+
+# *** rows without a key ***
+
+
+def _nodes_of_guards(twin: Twin) -> None:
+    for node in list(twin.graph.nodes):
+        weights = _guarded(node)
+        inner = peel(weights)
+        if isinstance(inner, Node) and inner.target in table.SOFTMAX and inner not in twin.sinks:
+            dim = int(inner.args[1]) % max(_rank(inner), 1)  # type: ignore[arg-type]
+            new = _softmax_for(twin, node, inner.args[0], dim, safe=True)  # type: ignore[arg-type]
+            _take_place(twin, node, new, (inner,))
+
+
+def _guarded(node: Node) -> Any:
+    """w where the node is w with 0 for NaN."""
+    operation = table.name_of(node)
+    if operation == "nan_to_num":
+        return node.args[0] if not _argument(node, 1) else None
+    if operation in ("masked_fill", "where"):
+        found = _zeroed(node)
+        if found is None:
+            return None
+        value, condition, inverted = found
+        test = peel(condition)
+        if not inverted and isinstance(test, Node) and table.name_of(test) == "logical_not":
+            test, inverted = peel(test.args[0]), True
+        if inverted and isinstance(test, Node) and table.name_of(test) == "isnan" and peel(test.args[0]) is peel(value):
+            return value
+    return None
+
+
+# *** sums of weights ***
+
+
+def _split_sums_of_weights(twin: Twin) -> None:
+    """(a - b) @ v with a softmax in each of a and b becomes a @ v - b @ v."""
+    for product in [n for n in twin.graph.nodes if n.target is table.BMM]:
+        combined, views = _walk_up(product.args[0])
+        operation = table.name_of(combined) if isinstance(combined, Node) else ""
+        if operation not in ("add", "sub") or combined.kwargs or len(combined.users) != 1:
+            continue
+        if not all(isinstance(a, Node) and _is_weight(a) and _shape(a) == _shape(combined) for a in combined.args):
+            continue
+        parts = []
+        for a in combined.args:
+            left = _repeat(twin, views, a, product)
+            parts.append(
+                _insert(twin, product, table.BMM, left, product.args[1], val=product.meta["val"], like=product)
+            )
+        new = _insert(twin, product, combined.target, *parts, val=product.meta["val"], like=product)
+        _take_place(twin, product, new, (combined,))
+
+
+def _is_weight(node: Node) -> bool:
+    """A softmax, perhaps times something."""
+    node, _ = _walk_up(node)
+    if node.target in table.SOFTMAX:
+        return True
+    if table.name_of(node) in ("mul", "div", "neg"):
+        return any(_is_weight(a) for a in node.args if isinstance(a, Node))
+    return table.name_of(node) == "getitem" and table.name_of(node.args[0]) == "native_dropout"  # type: ignore[arg-type]
