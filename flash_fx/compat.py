@@ -40,6 +40,13 @@ def traced_node(value: Any) -> torch.fx.Node | None:
     return slot.proxy.node if slot is not None else None
 
 
+def last_traced_node() -> torch.fx.Node:
+    """The newest node of the innermost make_fx trace."""
+    mode = get_innermost_proxy_mode()
+    assert mode is not None
+    return mode.tracer.graph._root.prev
+
+
 def fake_mode_of(values: list[Any]) -> FakeTensorMode | None:
     """The fake tensor mode of the first fake tensor among the values."""
     return next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)

@@ -45,6 +45,11 @@ class Reason(Enum):
         "query, key or value cannot be written as a [batch, heads, length, head_dim] tensor",
         "use ordinary batched matmul operands",
     )
+    HIDDEN = (
+        "hidden",
+        "the attention is part of one operation that cannot be taken apart",
+        "write the two products as operations of their own",
+    )
     MUTATED = (
         "mutated",
         "an operand or mask is changed in place between its use in the scores and the value product",

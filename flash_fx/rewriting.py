@@ -19,6 +19,7 @@ from . import compat
 from .match import aten as table
 from .match import index as ix
 from .match.find import Found, find_sites, has_softmax
+from .match.inline import inline_node
 from .match.normalize import Twin, example_value, leaf_value, make_twin, may_mutate
 from .match.shapes import Shapes
 from .match.site import Operand, Site
@@ -43,8 +44,7 @@ def rewrite_graph(gm: GraphModule) -> Report:
 
 def _rewrite_one(gm: GraphModule) -> Report:
     try:
-        twin = make_twin(gm)
-        found = find_sites(twin)
+        twin, found = _analyse(gm)
     except Exception as e:  # a user's model never fails because of us
         log.info("flash_fx could not analyse a graph and left it alone: %s: %s", type(e).__name__, e)
         log.debug("analysis failed", exc_info=True)
@@ -63,6 +63,37 @@ def _rewrite_one(gm: GraphModule) -> Report:
         gm.graph.lint()
         gm.recompile()
     return report
+
+
+def _analyse(gm: GraphModule) -> tuple[Twin, list[Found]]:
+    """Twin and sites; user nodes that hide a whole attention are inlined first."""
+    for _ in range(8):
+        twin = make_twin(gm)
+        found = find_sites(twin)
+        hiding = list(dict.fromkeys(u for f in found if (u := _hides(twin, f)) is not None))
+        if not [u for u in hiding if _inlined(gm, u)]:
+            break
+    return twin, found
+
+
+def _hides(twin: Twin, found: Found) -> Node | None:
+    """The user's node that holds the value product, where the product is not its result."""
+    if not isinstance(found.verdict, Site):
+        return None
+    try:
+        _result_node(twin, found.verdict)
+    except Reject as r:
+        return twin.origin.get(found.product) if r.reason is Reason.HIDDEN else None
+    return None
+
+
+def _inlined(gm: GraphModule, node: Node) -> bool:
+    try:
+        inline_node(gm, node)
+    except Exception as e:  # it stays as it is, and the site is left alone
+        log.info("flash_fx could not look into %s: %s: %s", node.name, type(e).__name__, e)
+        return False
+    return True
 
 
 def _apply(gm: GraphModule, twin: Twin, found: Found, sources: list[Node]) -> SiteReport:
@@ -106,7 +137,7 @@ def _result_node(twin: Twin, site: Site) -> tuple[Node, Node]:
     while node not in defined:
         users = [u for u in node.users if table.name_of(u) in table.VIEWS | table.CASTS]
         if len(users) != 1 or len(node.users) != 1:
-            raise Reject(Reason.OPERAND, site.product, "the value product has no node of its own")
+            raise Reject(Reason.HIDDEN, site.product)
         node = users[0]
     user = defined[node]
     if may_mutate(user) or user.op not in ("call_function", "call_method"):
@@ -136,7 +167,7 @@ class _Emitter:
         site = self.site
         placement = place(self.twin, site, self.target, result)
         query, key, value = (self._cast(self._operand(o), o) for o in (site.query, site.key, site.value))
-        captures = [self._value(c) for c in site.captures]
+        captures = [self._operand(c) for c in site.captures]
         sizes = [self._size(s) for s in site.sizes]
         seed = self._seed() if site.program.drop else None
         bmhd = placement.memory == "bmhd"
@@ -346,16 +377,10 @@ def _dtype(dtype: torch.dtype) -> str:
 
 def _location(twin: Twin, anchor: Node) -> str:
     """file:line of the user's softmax."""
-    for user, entries in twin.history.items():
-        if any(node is anchor for _, node in entries):
-            frames = list(_frames(user.meta.get("stack_trace") or ""))
-            own = [f for f in frames if "/torch/nn/" not in f.replace("\\", "/")]
-            return (own or frames or ["unknown:0"])[-1]
-    for user, entries in twin.history.items():  # made inside one user node (multi_head_attention_forward, say)
-        if any(anchor in n.all_input_nodes for _, n in entries):
-            frames = list(_frames(user.meta.get("stack_trace") or ""))
-            return (frames or ["unknown:0"])[-1]
-    return "unknown:0"
+    user = twin.origin.get(anchor)
+    frames = list(_frames(user.meta.get("stack_trace") or "")) if user is not None else []
+    own = [f for f in frames if "/torch/nn/" not in f.replace("\\", "/")]
+    return (own or frames or ["unknown:0"])[-1]
 
 
 def _frames(trace: str) -> Iterator[str]:

@@ -18,6 +18,7 @@ from ..score.expr import Const, Expr, Load, Name, Op, Program, const, name, op, 
 from ..score.simplify import simplify
 from . import aten as table
 from . import index as ix
+from .captures import renumber, unfold
 from .normalize import Twin
 from .operand import B, H, as_operand
 from .pull import D, I, Index, M, N, Puller, _widens, compare, logical, negate
@@ -248,11 +249,13 @@ def _build(twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: in
     if kv_heads is heads:
         key, value = _with_heads(key, hk, heads), _with_heads(value, hv, heads)
     program = Program(canonical(score) or SCORE, canonical(keep), canonical(lifted.sink), canonical(weight), drop, empty)
-    program, captures = _renumber(program, puller.captures)
+    program, nodes = renumber(program, puller.captures)
+    folded = canonical(I) if heads is not ix.ONE and batch is not ix.ONE else None
+    program, captures = unfold(program, nodes, folded, heads)
     _check_integers(program, anchor)
     dtype = _common_dtype([q_dtype, k_dtype, v_dtype], product)
     dims = {"B": batch, "H": heads, "HK": kv_heads, "M": sizes[M], "N": sizes[N], "D": sizes[D], "DV": dv}
-    _check_devices([query.node, key.node, value.node, *captures], product)
+    _check_devices([query.node, key.node, value.node, *nodes], product)
     labels = ("bh", "m", "d") if position == 0 else ("bh", "d", "m")
     return Site(
         anchor, product, query, key, value, captures, naming.sizes(), program, dims, dict(shapes.symbols), dtype, labels
@@ -344,26 +347,6 @@ class _Naming:
 def _rename(e: Expr, naming: _Naming) -> Expr:
     symbols = [n for n in walk(e) if isinstance(n, Name) and n.head.startswith("$")]
     return substitute(e, {s: naming(s) for s in symbols})
-
-
-def _renumber(program: Program, captures: list[Node]) -> tuple[Program, tuple[Node, ...]]:
-    """Captures in order of first use; unused ones are dropped."""
-    order: list[int] = []
-    for _, e in program.parts():
-        order += [n.head for n in walk(e) if isinstance(n, Load) and n.head not in order]
-    position = {old: new for new, old in enumerate(dict.fromkeys(order))}
-
-    def renamed(e: Expr | None) -> Expr | None:
-        if e is None:
-            return None
-        done: dict[int, Expr] = {}
-        for n in walk(e):
-            args = tuple(done[id(a)] for a in n.args)
-            done[id(n)] = Load(position[n.head], args) if isinstance(n, Load) else rebuild(n, args)
-        return done[id(e)]
-
-    fields = {f: renamed(getattr(program, f)) for f in ("score", "keep", "sink", "weight")}
-    return Program(**fields, drop=program.drop, empty=program.empty), tuple(captures[i] for i in position)  # type: ignore[arg-type]
 
 
 # *** fills, factors ***
@@ -562,8 +545,8 @@ def _blocked_gradients(twin: Twin, site: Site) -> list[Node]:
     blocked = []
     for _, e in site.program.parts():
         for n in walk(e):
-            if isinstance(n, Load) and site.captures[n.head] in twin.requires_grad:
+            if isinstance(n, Load) and site.captures[n.head].node in twin.requires_grad:
                 positions = [i for i in n.args if not isinstance(i, Const)]
                 if len(set(positions)) != len(positions) or any(i not in simple for i in positions):
-                    blocked.append(site.captures[n.head])
+                    blocked.append(site.captures[n.head].node)
     return blocked

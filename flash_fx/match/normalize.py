@@ -69,6 +69,7 @@ class Twin:
     roots: set[Node] = field(default_factory=set)
     requires_grad: set[Node] = field(default_factory=set)
     stops: set[Node] = field(default_factory=set)
+    origin: dict[Node, Node] = field(default_factory=dict)  # twin node -> user node that computes it
     sinks: dict[Node, Any] = field(default_factory=dict)  # softmax -> logit of one more term of its denominator
 
     def value_at(self, user: Node, moment: int) -> Node | None:
@@ -119,7 +120,7 @@ def make_twin(gm: GraphModule) -> Twin:
 
     with mode, torch.no_grad(), compat.enable_python_dispatcher():
         make = compat.make_fx(run, decomposition_table=_TO_BMM, tracing_mode="real", _allow_non_fake_inputs=True)
-        traced = make(*map(_fresh, fakes))
+        traced = make(*map(fresh_fake, fakes))
     graph = traced.graph
     kept = set(graph.nodes)
     history = {u: [(t, n) for t, n in entries if n in kept] for u, entries in recorder.history.items()}
@@ -127,6 +128,7 @@ def make_twin(gm: GraphModule) -> Twin:
     twin.roots = _roots(twin, recorder)
     _mark_gradients(twin)
     twin.stops |= recorder.hidden_writes & kept
+    twin.origin = {t: u for t, u in recorder.origin.items() if t in kept}
     return twin
 
 
@@ -142,7 +144,7 @@ def _roots(twin: Twin, recorder: _Recorder) -> set[Node]:
     return roots
 
 
-def _fresh(value: Any) -> Any:
+def fresh_fake(value: Any) -> Any:
     """The trace must not attach itself to Dynamo's own fake tensors."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -152,7 +154,7 @@ def _fresh(value: Any) -> Any:
 def resembles_softmax(n: Node) -> bool:
     """A softmax, or an exponential that may be part of one."""
     target = str(n.target) if n.op == "call_method" else str(getattr(n.target, "__name__", n.target))
-    return "softmax" in target or target.split(".")[0] in ("exp", "exp_")
+    return "softmax" in target or target == "multi_head_attention_forward" or target.split(".")[0] in ("exp", "exp_")
 
 
 def _relevant(graph: torch.fx.Graph) -> set[Node]:
@@ -180,7 +182,7 @@ def _relevant(graph: torch.fx.Graph) -> set[Node]:
     return relevant
 
 
-_PRODUCTS = ("matmul", "bmm", "einsum", ".mm", "dot", "mv", "multi_head_attention")
+_PRODUCTS = ("matmul", "bmm", "einsum", ".mm", "dot", "mv")
 
 
 class UntraceableError(ValueError):
@@ -214,11 +216,14 @@ class _Recorder(Interpreter):
         self.history: dict[Node, list[tuple[int, Node]]] = {}
         self.functional: dict[Node, Any] = {}
         self.leaves: list[Node] = []
+        self.origin: dict[Node, Node] = {}
         self.grad_enabled = torch.is_grad_enabled()
         self.hidden_writes: set[Node] = set()  # results of in-place writes under no_grad: autograd does not see them
 
     def run_node(self, n: Node) -> Any:
+        last = compat.last_traced_node()
         result = self._leaf(n) if self._is_leaf(n) else self._traced(n)
+        self._claim(n, last)
         if isinstance(result, compat.FunctionalTensor):
             self.functional[n] = result
             self._note(n, result)
@@ -231,6 +236,13 @@ class _Recorder(Interpreter):
                 self.hidden_writes |= {e[-1][1] for e in self.history.values() if e and e[-1][0] == self.moment}
         self.moment += 1
         return result
+
+    def _claim(self, n: Node, last: Node) -> None:
+        """The twin nodes made since `last` are `n`'s."""
+        node = compat.last_traced_node()
+        while node is not last:
+            self.origin[node] = n
+            node = node.prev
 
     def _is_leaf(self, n: Node) -> bool:
         if n not in self.relevant and n.op in ("call_function", "call_method"):
@@ -272,7 +284,7 @@ class _Recorder(Interpreter):
             with compat.disable_proxy_modes_tracing():
                 if not isinstance(value, compat.FakeTensor):
                     value = self.mode.from_tensor(value)
-                fake = _fresh(value)
+                fake = fresh_fake(value)
             compat.track_tensor_tree(fake, proxy, constant=None, tracer=mode.tracer)
             proxy.node.meta["val"] = fake
         return compat.FunctionalTensor.to_functional(fake)

@@ -52,13 +52,16 @@ class Puller:
             if found is None:
                 raise Reject(Reason.SCORE, node, f"through {_describe(node)}")
             return found
+        found = self._inline_if_small(node, index)
+        return self._capture(node, index) if found is None else found
+
+    def _inline_if_small(self, node: Node, index: Index) -> Expr | None:
+        """The value as arithmetic, unless a tensor of fewer axes than the scores would do as well."""
         spans = M in _names(index) and N in _names(index)
         if spans and self.eager_capture and node in self.twin.requires_grad:
-            return self._capture(node, index)
+            return None
         found = self._inline(node, index)
-        if found is not None and (spans or not _has_load(found)):
-            return found
-        return self._capture(node, index)
+        return found if found is not None and (spans or not _has_load(found)) else None
 
     def _inline(self, node: Node, index: Index) -> Expr | None:
         key = (node, index)
@@ -76,7 +79,8 @@ class Puller:
         elif node in self.twin.stops:
             return None
         if (viewed := self.view(node, index)) is not None:
-            return self.pull(*viewed)
+            inside = viewed[0] in self.cone or viewed[0] in self.ends
+            return self.pull(*viewed) if inside else self._inline_if_small(*viewed)
         if node.op == "get_attr":
             return self._constant_attribute(node)
         operation = table.name_of(node)
@@ -99,7 +103,8 @@ class Puller:
     # *** captures ***
 
     def _capture(self, node: Node, index: Index) -> Expr:
-        """A load, from as near the source as index arithmetic reaches."""
+        """A load, from as near the source as index arithmetic reaches, of a tensor that the user's graph holds."""
+        held = (node, index)
         while True:
             step = self.view(node, index)
             if step is None and table.name_of(node) in table.CASTS and _widens(node):
@@ -107,6 +112,9 @@ class Puller:
             if step is None or node in self.twin.stops or not self._may_descend(node, step):
                 break
             node, index = step
+            if node in self.defined or held[0] not in self.defined:
+                held = step
+        node, index = held
         if not isinstance(node.meta.get("val"), torch.Tensor):
             raise Reject(Reason.SCORE, node, f"a captured value comes from {_describe(node)}")
         if node not in self.captures:

@@ -35,7 +35,7 @@ class Site:
     query: Operand
     key: Operand
     value: Operand
-    captures: tuple[Node, ...]
+    captures: tuple[Operand, ...]
     sizes: tuple[Expr, ...]
     program: Program
     dims: dict[str, Expr]  # B, H, HK, M, N, D, DV

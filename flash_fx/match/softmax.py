@@ -109,6 +109,8 @@ def _insert(twin: Twin, before: Node, target: Any, *args: Any, val: torch.Tensor
     with twin.graph.inserting_before(before):
         new = twin.graph.call_function(target, args, kwargs)
     new.meta["val"] = val
+    if like in twin.origin:
+        twin.origin[new] = twin.origin[like]
     if like in twin.requires_grad:
         twin.requires_grad.add(new)
     return new
@@ -288,7 +290,8 @@ def _split_shift(z: Node, dim: int) -> tuple[Node, Node | None]:
 
 def _depends_on_product(node: Node, limit: int = 64) -> bool:
     """Is the value made from a matrix product nearby (so that it is no tensor one could capture)?"""
-    seen, stack = set(), [node]
+    seen: set[Node] = set()
+    stack = [node]
     while stack and len(seen) < limit:
         n = stack.pop()
         if n.target is table.BMM:
@@ -447,7 +450,7 @@ def _nodes_of_shifts(twin: Twin) -> None:
 
 def _without_shift(twin: Twin, z: Any, dim: int, before: Node) -> Node | None:
     """z less a shift that is constant along the row, anywhere in a sum, under factors and -inf masks; None: no shift."""
-    if not isinstance(z, Node) or not z.args:
+    if not isinstance(z, Node) or not z.args or _rank(z) != _rank(before):
         return None
     x, shift = _split_shift(z, dim) if table.name_of(z) == "sub" else (z, None)
     if shift is not None:

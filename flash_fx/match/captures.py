@@ -1,0 +1,65 @@
+"""Captured tensors as the program reads them: numbered in order of first use, folded axes viewed as batch and head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.fx import Node
+
+from ..score.expr import Expr, Load, Program, load, name, rebuild, walk
+from .site import Operand
+
+PARTS = ("score", "keep", "sink", "weight")
+
+
+def renumber(program: Program, captures: list[Node]) -> tuple[Program, tuple[Node, ...]]:
+    """Captures in order of first use; unused ones are dropped."""
+    order = [n.head for _, e in program.parts() for n in walk(e) if isinstance(n, Load)]
+    position = {old: new for new, old in enumerate(dict.fromkeys(order))}
+    return _map_loads(program, lambda n: Load(position[n.head], n.args)), tuple(captures[i] for i in position)  # type: ignore[return-value]
+
+
+def unfold(
+    program: Program, captures: tuple[Node, ...], folded: Expr | None, heads: Expr
+) -> tuple[Program, tuple[Operand, ...]]:
+    """Read `c[b * heads + h]`, the folded index, as `c.view(b, heads)[b, h]`: gradients want one position per axis."""
+    axes = {n: _folded_axis(program, n, folded) for n in range(len(captures))}
+
+    def split(n: Load) -> Load:
+        axis = axes[n.head]
+        if axis is None:
+            return n
+        return load(n.head, *n.args[:axis], name("b"), name("h"), *n.args[axis + 1 :])
+
+    operands = [
+        Operand(node, () if axes[n] is None else ((torch.ops.aten.unflatten.int, (axes[n], (-1, heads))),))
+        for n, node in enumerate(captures)
+    ]
+    return _map_loads(program, split), tuple(operands)
+
+
+def _folded_axis(program: Program, capture: int, folded: Expr | None) -> int | None:
+    """The one axis at which every load of the capture has the folded index."""
+    axes = {
+        tuple(axis for axis, i in enumerate(n.args) if i is folded)
+        for _, e in program.parts()
+        for n in walk(e)
+        if isinstance(n, Load) and n.head == capture
+    }
+    found = next(iter(axes)) if len(axes) == 1 else ()
+    return found[0] if len(found) == 1 else None
+
+
+def _map_loads(program: Program, change: Callable[[Load], Expr]) -> Program:
+    def mapped(e: Expr | None) -> Expr | None:
+        if e is None:
+            return None
+        done: dict[int, Expr] = {}
+        for n in walk(e):
+            new = rebuild(n, tuple(done[id(a)] for a in n.args))
+            done[id(n)] = change(new) if isinstance(new, Load) else new
+        return done[id(e)]
+
+    fields = {part: mapped(getattr(program, part)) for part in PARTS}
+    return Program(**fields, drop=program.drop, empty=program.empty)  # type: ignore[arg-type]
