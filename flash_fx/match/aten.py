@@ -119,8 +119,11 @@ GENERATORS = frozenset(
     }
 )  # fmt: skip
 
+# In-place writes into part of a tensor, as the twin shows them.
+WRITES = frozenset({"index_put", "slice_scatter", "select_scatter"})
+
 # What may stand between the softmax and the products on either side; used to find candidates, not to judge them.
 TRANSPARENT = (
-    VIEWS | CASTS | frozenset(POINTWISE)
+    VIEWS | CASTS | WRITES | frozenset(POINTWISE)
     | {"where", "masked_fill", "tril", "triu", "getitem", "native_dropout", "nan_to_num", "constant_pad_nd", "cat", "index"}
 )  # fmt: skip

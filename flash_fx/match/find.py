@@ -59,7 +59,9 @@ def _all_or_none(verdicts: list[Found]) -> list[Found]:
 
 def has_softmax(graph: Any) -> bool:
     """A quick look at any graph, before a twin is made: does anything in it resemble a softmax between two products?"""
-    names = [str(n.target) if n.op == "call_method" else str(getattr(n.target, "__name__", n.target)) for n in graph.nodes]
+    names = [
+        str(n.target) if n.op == "call_method" else str(getattr(n.target, "__name__", n.target)) for n in graph.nodes
+    ]
     if any("softmax" in n or n.startswith("multi_head_attention") for n in names):
         return True
     by_hand = any(n.split(".")[0] in ("sum", "logsumexp", "log_softmax") for n in names)

@@ -25,8 +25,7 @@ def inline_node(gm: GraphModule, node: Node) -> None:
     sources = list(dict.fromkeys(sources))
     traced = _trace(node, leaves, spec, sources)
     made = _copy(gm, node, traced, sources)
-    outputs = [pytree.tree_map_only(Node, made.__getitem__, o) for o in traced.graph.output_node().args][0]
-    _replace(node, outputs)
+    _replace(node, pytree.tree_map_only(Node, made.__getitem__, traced.graph.output_node().args[0]))
 
 
 def _trace(node: Node, leaves: list, spec: Any, sources: list[Node]) -> GraphModule:

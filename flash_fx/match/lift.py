@@ -19,7 +19,7 @@ from ..score.simplify import simplify
 from . import aten as table
 from . import index as ix
 from .captures import renumber, unfold
-from .normalize import Twin
+from .normalize import Twin, leaf_value
 from .operand import B, H, as_operand
 from .pull import D, I, Index, M, N, Puller, _widens, compare, logical, negate
 from .shapes import Shapes
@@ -220,10 +220,9 @@ def _score_operands(shapes: Shapes, product: Node, index: Index, m: Expr, n: Exp
 def _build(twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: int, lifted: _Lifted) -> Site:
     puller = lifted.puller
     sizes = puller.indexer.sizes
-    score, keep, empty = _split_fills(lifted.score, lifted.empty)
+    score, keep = _fills(lifted.score)
     weight, drop = _split_weight(lifted.weight, anchor)
-    if any(_selects(n) for n in walk(lifted.weight)) and (keep is not None or _may_hold_infinity(score)):
-        raise Reject(Reason.WEIGHT, anchor, "weights are replaced by 0 where a whole row may be NaN")
+    empty = lifted.empty if lifted.empty is not None else _empty_rows(puller, lifted.weight, score, keep, anchor)
     exprs = [e for e in (score, keep, weight, lifted.sink) if e is not None]
     keys = [*lifted.key[1], *lifted.value[1]]
     heads = _heads([[*_indices(puller, lifted.query)], exprs, keys], sizes[I], shapes)
@@ -248,7 +247,9 @@ def _build(twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: in
     kv_heads = hk if ix.same(hk, hv) else heads
     if kv_heads is heads:
         key, value = _with_heads(key, hk, heads), _with_heads(value, hv, heads)
-    program = Program(canonical(score) or SCORE, canonical(keep), canonical(lifted.sink), canonical(weight), drop, empty)
+    program = Program(
+        canonical(score) or SCORE, canonical(keep), canonical(lifted.sink), canonical(weight), drop, empty
+    )
     program, nodes = renumber(program, puller.captures)
     folded = canonical(I) if heads is not ix.ONE and batch is not ix.ONE else None
     program, captures = unfold(program, nodes, folded, heads)
@@ -352,19 +353,55 @@ def _rename(e: Expr, naming: _Naming) -> Expr:
 # *** fills, factors ***
 
 
-def _selects(e: Expr) -> bool:
-    """`where(c, weights, 0)`: unlike a factor it also replaces NaN, which a row without a key holds."""
-    return isinstance(e, Op) and e.head == "where" and any(n is P for a in e.args[1:] for n in walk(a))
+def _empty_rows(puller: Puller, weight: Expr, score: Expr, keep: Expr | None, anchor: Node) -> float | None:
+    """0.0 where `where(c, weights, 0)` also replaces the NaN of every row without a key, as c never holds there."""
+    conditions = [c for n in walk(weight) if (c := _selecting(n)) is not None]
+    if not conditions:
+        return None
+    needed = _conjuncts(keep)
+    covered = any(needed <= _conjuncts(c) for c in conditions)
+    if (keep is not None and not covered) or _may_hold_infinity(puller, score):
+        raise Reject(Reason.WEIGHT, anchor, "weights are replaced by 0 where a whole row may be NaN")
+    return None if keep is None else 0.0
 
 
-def _may_hold_infinity(score: Expr) -> bool:
-    return any(isinstance(n, Load) or (isinstance(n, Const) and n.head == math.inf) for n in walk(score))
+def _selecting(e: Expr) -> Expr | None:
+    """c of `where(c, weights, 0)`, which unlike a factor also replaces NaN."""
+    if not isinstance(e, Op) or e.head != "where":
+        return None
+    holds = [any(n is P for n in walk(a)) for a in e.args[1:]]
+    return None if not any(holds) else e.args[0] if holds[0] else negate(e.args[0])
 
 
-def _split_fills(score: Expr, empty: float | None) -> tuple[Expr, Expr | None, float | None]:
-    """Where the score is -inf for certain becomes `keep`."""
-    rest, keep = _fills(score)
-    return rest, keep, empty
+def _conjuncts(e: Expr | None) -> set[Expr]:
+    if e is None:
+        return set()
+    return _conjuncts(e.args[0]) | _conjuncts(e.args[1]) if isinstance(e, Op) and e.head == "and" else {e}
+
+
+def _may_hold_infinity(puller: Puller, score: Expr) -> bool:
+    return any(
+        (isinstance(n, Const) and n.head == math.inf)
+        or (isinstance(n, Load) and _may_be_mask(puller.twin, puller.captures[n.head]))
+        for n in walk(score)
+    )
+
+
+def _may_be_mask(twin: Twin, node: Node) -> bool:
+    """May this tensor hold -inf: is it made from float inputs that are neither trained nor computed by a layer?"""
+    seen: set[Node] = set()
+    stack = [node]
+    while stack:
+        n = stack.pop()
+        if n in seen or n.target in (table.BMM, leaf_value) or n in twin.requires_grad:
+            continue
+        seen.add(n)
+        value = n.meta.get("val")
+        held = isinstance(value, torch.Tensor) and value.is_floating_point()
+        if held and (n.op != "call_function" or -math.inf in n.args):
+            return True
+        stack.extend(n.all_input_nodes)
+    return False
 
 
 def _fills(e: Expr) -> tuple[Expr, Expr | None]:

@@ -96,6 +96,8 @@ class Puller:
             return self._triangle(node, operation, index)
         if operation in ("where", "masked_fill"):
             return self._where(node, operation, index)
+        if operation in table.WRITES:
+            return self._written(node, operation, index)
         if operation in table.POINTWISE:
             return self._pointwise(node, operation, index)
         return None
@@ -341,6 +343,51 @@ class Puller:
         if kind == "float":
             x, y = (_narrow_constant(v, dtype) if isinstance(v, Const) else v for v in (x, y))
         return choose(cast(c, c_kind, "bool"), x, y)
+
+    def _written(self, node: Node, operation: str, index: Index) -> Expr | None:
+        """`x[mask] = number`, `x[..., a:b] = y`, `x[..., i] = y` as they are without writing in place."""
+        if operation == "index_put":
+            return self._masked_write(node, index)
+        axis = int(node.args[2] if len(node.args) > 2 else 0) % len(index)  # type: ignore[arg-type]
+        found = (self._slice_write if operation == "slice_scatter" else self._select_write)(node, axis, index)
+        return None if found is None else choose(*found, self.pull(node.args[0], index))  # type: ignore[arg-type]
+
+    def _select_write(self, node: Node, axis: int, index: Index) -> tuple[Expr, Expr] | None:
+        """(where the new value is, the new value)"""
+        at = self._integer(node.args[3])
+        if at is None or (isinstance(at, Const) and at.head < 0):
+            return None
+        new = self.pull(node.args[1], (*index[:axis], *index[axis + 1 :]))  # type: ignore[arg-type]
+        return compare("eq", index[axis], at), new
+
+    def _slice_write(self, node: Node, axis: int, index: Index) -> tuple[Expr, Expr] | None:
+        first, _, step = [*node.args[3:], *[None] * 3][:3]
+        taken = self.shapes.of(node.args[1])[axis]  # type: ignore[arg-type]
+        start = ix.ZERO if first is None else self._integer(first)
+        start = None if start is None else self._clamped_start(start, self.shapes.of(node)[axis], taken)
+        if start is None or step not in (None, 1):
+            return None
+        below = compare("lt", index[axis], ix.add(start, taken))
+        inside = logical("logical_and", [compare("ge", index[axis], start), below])
+        moved = (*index[:axis], ix.sub(index[axis], start), *index[axis + 1 :])
+        new = self.pull(node.args[1], moved)  # type: ignore[arg-type]
+        return None if _has_load(new) and inside is not TRUE else (inside, new)  # it would read beyond its tensor
+
+    def _masked_write(self, node: Node, index: Index) -> Expr | None:
+        masks = [(at, m) for at, m in enumerate(node.args[1]) if m is not None]  # type: ignore[arg-type]
+        if len(masks) != 1 or (len(node.args) > 3 and node.args[3]):
+            return None
+        at, mask = masks[0]
+        value: Node = node.args[2]  # type: ignore[assignment]
+        if mask.meta["val"].dtype is not torch.bool or value.meta["val"].numel() != 1:
+            return None
+        kind = table.kind_of_dtype(node.meta["val"].dtype)
+        held = value.meta["val"]
+        new = cast(self.pull(value, (ix.ZERO,) * held.dim()), table.kind_of_dtype(held.dtype), kind)
+        if isinstance(new, Const) and kind == "float":
+            new = _narrow_constant(new, node.meta["val"].dtype)
+        where_mask = self.pull(mask, index[at : at + mask.meta["val"].dim()])
+        return choose(where_mask, new, self.pull(node.args[0], index))  # type: ignore[arg-type]
 
     def _pointwise(self, node: Node, operation: str, index: Index) -> Expr | None:
         how, build = table.POINTWISE[operation]

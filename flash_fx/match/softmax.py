@@ -363,7 +363,9 @@ def _through_views(node: Any) -> tuple[Any, list[Node]]:
 
 def _walk_up(node: Any) -> tuple[Any, list[Node]]:
     path: list[Node] = []
-    while isinstance(node, Node) and table.name_of(node) in table.VIEWS | table.CASTS and len(node.all_input_nodes) == 1:
+    while (
+        isinstance(node, Node) and table.name_of(node) in table.VIEWS | table.CASTS and len(node.all_input_nodes) == 1
+    ):
         path.append(node)
         node = node.args[0]
     return node, path[::-1]
@@ -372,7 +374,9 @@ def _walk_up(node: Any) -> tuple[Any, list[Node]]:
 def _repeat(twin: Twin, path: list[Node], start: Node, before: Node) -> Node:
     """The same views and casts of another node."""
     for step in path:
-        start = _insert(twin, before, step.target, start, *step.args[1:], val=step.meta["val"], like=step, **step.kwargs)
+        start = _insert(
+            twin, before, step.target, start, *step.args[1:], val=step.meta["val"], like=step, **step.kwargs
+        )
     return start
 
 
