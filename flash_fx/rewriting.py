@@ -54,10 +54,10 @@ def _rewrite_one(gm: GraphModule) -> Report:
     report = Report()
     sources: list[Node] = []  # what the replaced nodes were computed from
     fused = False
-    for f in found:
-        described = _apply(gm, twin, f, sources)
-        report.sites.append(described)
-        fused = fused or described.status == "fused"
+    for group in _groups(twin, found):
+        described = _apply(gm, twin, group, sources)
+        report.sites += described
+        fused = fused or described[0].status == "fused"
     if fused:
         _erase_dead(gm, twin, sources)
         gm.graph.lint()
@@ -81,7 +81,7 @@ def _hides(twin: Twin, found: Found) -> Node | None:
     if not isinstance(found.verdict, Site):
         return None
     try:
-        _result_node(twin, found.verdict)
+        _result_node(twin, twin.sums.get(found.product, found.product))
     except Reject as r:
         return twin.origin.get(found.product) if r.reason is Reason.HIDDEN else None
     return None
@@ -96,29 +96,38 @@ def _inlined(gm: GraphModule, node: Node) -> bool:
     return True
 
 
-def _apply(gm: GraphModule, twin: Twin, found: Found, sources: list[Node]) -> SiteReport:
-    verdict = found.verdict
-    if isinstance(verdict, Site):
+def _groups(twin: Twin, found: list[Found]) -> list[list[Found]]:
+    """Sites that are replaced together: those whose products are added up in place of one product of the user's."""
+    groups: dict[Node, list[Found]] = {}
+    for f in found:
+        groups.setdefault(twin.sums.get(f.product, f.product), []).append(f)
+    return list(groups.values())
+
+
+def _apply(gm: GraphModule, twin: Twin, group: list[Found], sources: list[Node]) -> list[SiteReport]:
+    rejected = next((f.verdict for f in group if isinstance(f.verdict, Reject)), None)
+    sites = [f.verdict for f in group if isinstance(f.verdict, Site)]
+    if rejected is None:
         try:
-            sources += _replace(gm, twin, verdict)
-            return _describe_fused(twin, verdict)
+            sources += _replace(gm, twin, sites)
+            return [_describe_fused(twin, s) for s in sites]
         except Reject as r:
-            verdict = r
+            rejected = r
         except Exception as e:  # a user's model never fails because of us
             log.warning("flash_fx left an attention alone: %s: %s", type(e).__name__, e)
-            verdict = Reject(Reason.INTERNAL, verdict.anchor, type(e).__name__)
-    return _describe_left(twin, found, verdict)
+            rejected = Reject(Reason.INTERNAL, group[0].anchor, type(e).__name__)
+    return [_describe_left(twin, f, f.verdict if isinstance(f.verdict, Reject) else rejected) for f in group]
 
 
-# *** one site ***
+# *** one site, or several that are added up ***
 
 
-def _replace(gm: GraphModule, twin: Twin, site: Site) -> list[Node]:
+def _replace(gm: GraphModule, twin: Twin, sites: list[Site]) -> list[Node]:
     """Put the operator in the place of the value product; returns what the product was computed from."""
-    target, result = _result_node(twin, site)
-    emitter = _Emitter(gm, twin, site, target)
+    product = sites[0].product
+    target, result = _result_node(twin, twin.sums.get(product, product))
     with gm.graph.inserting_before(target):
-        new = emitter.emit(result)
+        new = _emit(gm, twin, sites, target, result)
     new.meta.update({k: v for k, v in target.meta.items() if k != "example_value"})
     if "example_value" in target.meta:
         new.meta["example_value"] = target.meta["example_value"]
@@ -130,14 +139,14 @@ def _replace(gm: GraphModule, twin: Twin, site: Site) -> list[Node]:
     return inputs
 
 
-def _result_node(twin: Twin, site: Site) -> tuple[Node, Node]:
+def _result_node(twin: Twin, product: Node) -> tuple[Node, Node]:
     """The user's node that first holds the value product, and the twin node it holds."""
     defined = twin.defined()
-    node = site.product
+    node = product
     while node not in defined:
         users = [u for u in node.users if table.name_of(u) in table.VIEWS | table.CASTS]
         if len(users) != 1 or len(node.users) != 1:
-            raise Reject(Reason.HIDDEN, site.product)
+            raise Reject(Reason.HIDDEN, product)
         node = users[0]
     user = defined[node]
     if may_mutate(user) or user.op not in ("call_function", "call_method"):
@@ -145,25 +154,33 @@ def _result_node(twin: Twin, site: Site) -> tuple[Node, Node]:
     return user, node
 
 
-class _Emitter:
-    """Writes the nodes of one site before `target`. Nothing is left behind when a Reject is raised."""
+def _emit(gm: GraphModule, twin: Twin, sites: list[Site], target: Node, result: Node) -> Node:
+    """The nodes of the sites before `target`. Nothing is left behind when a Reject is raised."""
+    new: list[Node] = []
+    try:
+        emitters = [_Emitter(gm, twin, site, target, new) for site in sites]
+        if len(emitters) == 1:
+            return emitters[0].emit(result)
+        products = {e.site.product: e.emit(e.site.product) for e in emitters}
+        emitters[0].made.update(products)
+        return emitters[0].value(result)
+    except BaseException:
+        for node in reversed(new):
+            gm.graph.erase_node(node)
+        raise
 
-    def __init__(self, gm: GraphModule, twin: Twin, site: Site, target: Node) -> None:
+
+class _Emitter:
+    """Writes the nodes of one site before `target`, and lists them in `new`."""
+
+    def __init__(self, gm: GraphModule, twin: Twin, site: Site, target: Node, new: list[Node]) -> None:
         self.gm, self.graph, self.twin, self.site, self.target = gm, gm.graph, twin, site, target
         self.moment = twin.order[target]
         self.live = twin.live_at(self.moment)
         self.made: dict[Node, Node] = {}
-        self.new: list[Node] = []
+        self.new = new
 
     def emit(self, result: Node) -> Node:
-        try:
-            return self._emit(result)
-        except BaseException:
-            for node in reversed(self.new):
-                self.graph.erase_node(node)
-            raise
-
-    def _emit(self, result: Node) -> Node:
         site = self.site
         placement = place(self.twin, site, self.target, result)
         query, key, value = (self._cast(self._operand(o), o) for o in (site.query, site.key, site.value))
@@ -185,7 +202,7 @@ class _Emitter:
     # *** operands ***
 
     def _operand(self, operand: Operand) -> Node:
-        node = self._value(operand.node)
+        node = self.value(operand.node)
         for target, args in operand.steps:
             node = self._call(target, node, *(self._argument(a) for a in args))
         return node
@@ -204,7 +221,7 @@ class _Emitter:
         device = self.site.product.meta["val"].device
         return self._call(aten.randint.low, 0, 2**62, [2], dtype=torch.int64, device=device)
 
-    def _value(self, node: Node) -> Node:
+    def value(self, node: Node) -> Node:
         """A user node with the value of a twin node, at this moment."""
         if node in self.live:
             return self.live[node]
@@ -221,7 +238,7 @@ class _Emitter:
         integer = node.target in (operator.add, operator.mul, operator.sub, operator.floordiv, operator.mod)
         if node.op != "call_function" or node.target is leaf_value or not (operation in _REEMIT or integer):
             raise Reject(Reason.MUTATED, node, f"{table.name_of(node) or node.name} is no longer readable")
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self._value)  # type: ignore[arg-type]
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self.value)  # type: ignore[arg-type]
         target = aten.reshape.default if operation in ("view", "_unsafe_view") else node.target
         return self._call(target, *args, **kwargs)
 
@@ -275,7 +292,7 @@ class _Emitter:
         if not placement.has_shape:
             out = self._call(aten.reshape.default, out, [self._dim(s) for s in placement.reached.meta["val"].shape])
         for step in placement.replay:
-            args, kwargs = torch.fx.map_arg((step.args[1:], step.kwargs), self._value)  # type: ignore[arg-type]
+            args, kwargs = torch.fx.map_arg((step.args[1:], step.kwargs), self.value)  # type: ignore[arg-type]
             out = self._call(step.target, out, *args, **kwargs)
         return out
 

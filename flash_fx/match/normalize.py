@@ -60,7 +60,8 @@ class Twin:
 
     Moments count the user's nodes in order. `roots` are the values that somebody outside the twin reads: outputs, inputs
     of leaves, what in-place writes leave in the inputs. `stops` are twin nodes at which eager stops the gradient. `sinks`
-    is filled by `softmax.canonicalise`.
+    and `sums` are
+    filled by `softmax.canonicalise`.
     """
 
     graph: torch.fx.Graph
@@ -70,6 +71,7 @@ class Twin:
     requires_grad: set[Node] = field(default_factory=set)
     stops: set[Node] = field(default_factory=set)
     origin: dict[Node, Node] = field(default_factory=dict)  # twin node -> user node that computes it
+    sums: dict[Node, Node] = field(default_factory=dict)  # value product -> the sum of products that it is part of
     sinks: dict[Node, Any] = field(default_factory=dict)  # softmax -> logit of one more term of its denominator
 
     def value_at(self, user: Node, moment: int) -> Node | None:

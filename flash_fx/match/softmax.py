@@ -549,6 +549,7 @@ def _split_sums_of_weights(twin: Twin) -> None:
             )
         new = _insert(twin, product, combined.target, *parts, val=product.meta["val"], like=product)
         _take_place(twin, product, new, (combined,))
+        twin.sums.update(dict.fromkeys(parts, new))
 
 
 def _is_weight(node: Node) -> bool:
