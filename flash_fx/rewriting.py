@@ -6,6 +6,7 @@ from something live. What cannot be reached (because it was changed in place mea
 
 from __future__ import annotations
 
+import itertools
 import logging
 import operator
 import re
@@ -20,7 +21,7 @@ from .match import aten as table
 from .match import index as ix
 from .match.find import Found, find_sites, has_softmax
 from .match.inline import inline_node
-from .match.normalize import Twin, example_value, leaf_value, make_twin, may_mutate
+from .match.normalize import Twin, closure, example_value, leaf_value, make_twin, may_mutate
 from .match.shapes import Shapes
 from .match.site import Operand, Site
 from .placing import Placement, place
@@ -226,8 +227,18 @@ class _Emitter:
         if node in self.live:
             return self.live[node]
         if node not in self.made:
-            self.made[node] = self._reemit(node)
+            self.made[node] = self._saved(node) or self._reemit(node)
         return self.made[node]
+
+    def _saved(self, node: Node) -> Node | None:
+        """A copy of a value that an in-place operation overwrites before this moment, taken just before it."""
+        for user, entries in self.twin.history.items():
+            for (_, held), (overwritten, _) in itertools.pairwise(entries):
+                if held is node and overwritten < self.moment:
+                    writer = next(n for n, moment in self.twin.order.items() if moment == overwritten)
+                    with self.graph.inserting_before(writer):
+                        return self._call(aten.clone.default, user)
+        return None
 
     def _reemit(self, node: Node) -> Node:
         if isinstance(node.meta.get("val"), torch.SymInt):
@@ -332,13 +343,10 @@ class _Emitter:
 
 def _erase_dead(gm: GraphModule, twin: Twin, sources: list[Node]) -> None:
     """Remove what only fed the fused sites: from their operands backward, in-place writes into dead values included."""
-    suspects: set[Node] = set()
-    stack = list(sources)
-    while stack:
-        node = stack.pop()
-        if node not in suspects:
+    suspects = closure(sources)
+    for node in gm.graph.nodes:  # views and the like that nobody reads
+        if node.all_input_nodes and suspects.issuperset(node.all_input_nodes):
             suspects.add(node)
-            stack.extend(node.all_input_nodes)
     writes = {m for entries in twin.history.values() for m, _ in entries}
     writers = {n for n, moment in twin.order.items() if moment in writes and may_mutate(n)}
     for node in reversed(list(gm.graph.nodes)):
@@ -353,6 +361,8 @@ def _erase_dead(gm: GraphModule, twin: Twin, sources: list[Node]) -> None:
 
 def _is_known(node: Node) -> bool:
     """A custom operator may do more than compute its result."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return False
     return not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace == "aten"
 
 

@@ -6,6 +6,7 @@ a Site or a Reject with the deciding node.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.fx import Node
 from ..reject import Reason, Reject
 from . import aten as table
 from .lift import lift_site
-from .normalize import Twin, resembles_softmax
+from .normalize import Twin, closure, resembles_softmax
 from .shapes import UnknownSizeError
 from .site import Site
 from .softmax import canonicalise
@@ -33,28 +34,36 @@ class Found:
 def find_sites(twin: Twin) -> list[Found]:
     """All attentions in graph order."""
     canonicalise(twin)
-    live = _live(twin)
-    found = []
+    live = closure(twin.roots)
+    found: list[Found] = []
     for anchor in twin.graph.nodes:
         if anchor.target in table.SOFTMAX and anchor in live:
             products = [p for p in _value_products(anchor) if p[0] in live]
             scores = _score_products(anchor)
             if products and scores:
-                verdicts = [_judge(twin, live, anchor, product, position, scores) for product, position in products]
-                found += _all_or_none(verdicts)
+                found += _one_dropout_each([_judge(twin, anchor, *product, scores) for product in products])
+            elif (near := _near_miss(anchor, live)) is not None:
+                found.append(near)
+    return _settle(twin, live, found)
+
+
+def _one_dropout_each(found: list[Found]) -> list[Found]:
+    """Every call of the operator draws its own bits."""
+    if len(found) > 1 and any(isinstance(f.verdict, Site) and f.verdict.program.drop for f in found):
+        shared = Reject(Reason.DROPOUT, found[0].anchor, "one dropout feeds several value products")
+        return [f if isinstance(f.verdict, Reject) else Found(f.anchor, f.product, shared) for f in found]
     return found
 
 
-def _all_or_none(verdicts: list[Found]) -> list[Found]:
-    """Weights that one product still needs as a matrix are needed, so the other products of the same softmax stay too."""
-    left = [f for f in verdicts if isinstance(f.verdict, Reject)]
-    if not left and len(verdicts) > 1 and any(isinstance(f.verdict, Site) and f.verdict.program.drop for f in verdicts):
-        shared = Reject(Reason.DROPOUT, verdicts[0].anchor, "one dropout feeds several value products")
-        return [Found(f.anchor, f.product, shared) for f in verdicts]
-    if not left:
-        return verdicts
-    needed = Reject(Reason.WEIGHTS_USED, left[0].product, "by a matrix product that is left alone")
-    return [f if isinstance(f.verdict, Reject) else Found(f.anchor, f.product, needed) for f in verdicts]
+def _settle(twin: Twin, live: set[Node], found: list[Found]) -> list[Found]:
+    """Reject sites whose scores or weights somebody else needs, until all that is left can go together."""
+    while True:
+        sites = [f for f in found if isinstance(f.verdict, Site)]
+        replaced = {f.product for f in sites}.union(*(f.covered for f in sites))
+        settled = [_check_uses(twin, live, f, replaced) for f in found]
+        if settled == found:
+            return found
+        found = settled
 
 
 def has_softmax(graph: Any) -> bool:
@@ -74,12 +83,11 @@ def _has_softmax_module(node: Node) -> bool:
     return any("softmax" in type(m).__name__.lower() for m in module.modules())
 
 
-def _judge(twin: Twin, live: set[Node], anchor: Node, product: Node, position: int, scores: list[Node]) -> Found:
+def _judge(twin: Twin, anchor: Node, product: Node, position: int, scores: list[Node]) -> Found:
     verdict: Reject | None = None
     for score_product in scores:
         try:
             site, covered = lift_site(twin, anchor, product, position, score_product)
-            _check_unused_elsewhere(twin, live, covered, anchor, product)
             return Found(anchor, product, site, frozenset(covered))
         except Reject as r:
             verdict = verdict or r
@@ -89,15 +97,7 @@ def _judge(twin: Twin, live: set[Node], anchor: Node, product: Node, position: i
     return Found(anchor, product, verdict)
 
 
-def _live(twin: Twin) -> set[Node]:
-    live: set[Node] = set()
-    stack = list(twin.roots)
-    while stack:
-        node = stack.pop()
-        if node not in live:
-            live.add(node)
-            stack.extend(node.all_input_nodes)
-    return live
+# *** walking ***
 
 
 def _value_products(anchor: Node) -> list[tuple[Node, int]]:
@@ -135,22 +135,54 @@ def _carries(node: Node, user: Node) -> bool:
     return table.name_of(user) not in table.SHAPE_ONLY
 
 
-def _check_unused_elsewhere(twin: Twin, live: set[Node], covered: set[Node], anchor: Node, product: Node) -> None:
-    """Whatever the site stands for must not be read by anybody else, other than another value product."""
-    others = {p for p, _ in _value_products(anchor)} | {product}
-    for node in covered:
+def _near_miss(anchor: Node, live: set[Node]) -> Found | None:
+    """A softmax between two products, with something on the way that no attention has."""
+    after = _path_to_product(anchor, lambda n: [u for u in n.users if u in live])
+    before = _path_to_product(anchor, lambda n: n.all_input_nodes)
+    if after is None or before is None:
+        return None
+    for reason, path in ((Reason.WEIGHT, after), (Reason.SCORE, before)):
+        odd = next((n for n in path if table.name_of(n) not in table.TRANSPARENT), None)
+        if odd is not None:
+            return Found(anchor, after[-1], Reject(reason, odd, f"through {table.name_of(odd) or odd.name}"))
+    return None
+
+
+def _path_to_product(start: Node, following: Callable[[Node], Iterable[Node]]) -> list[Node] | None:
+    """The nodes from `start` to the nearest batched product, `start` left out, the product last."""
+    came_from: dict[Node, Node] = {start: start}
+    queue = [start]
+    for node in queue:  # grows while it is walked
+        for n in following(node):
+            if n in came_from or table.name_of(n) in table.SHAPE_ONLY:
+                continue
+            came_from[n] = node
+            if n.target is table.BMM:
+                path = [n]
+                while came_from[path[-1]] is not start:
+                    path.append(came_from[path[-1]])
+                return path[:0:-1]
+            queue.append(n)
+    return None
+
+
+# *** who else reads it ***
+
+
+def _check_uses(twin: Twin, live: set[Node], found: Found, replaced: set[Node]) -> Found:
+    """A Reject where a live node outside of what is replaced reads scores or weights of the site."""
+    if isinstance(found.verdict, Reject):
+        return found
+    for node in found.covered:
         if node in twin.roots:
-            raise Reject(Reason.WEIGHTS_USED, node, "returned, or read by an opaque operation")
+            return _needed(found, node, "returned, or read by an opaque operation")
         for user in node.users:
-            inside = user in covered or user in others or user not in live
-            if not inside and table.name_of(user) not in table.SHAPE_ONLY and not _feeds_only(user, others, live):
-                raise Reject(Reason.WEIGHTS_USED, user, f"by {table.name_of(user) or user.name}")
+            if user in live and user not in replaced and table.name_of(user) not in table.SHAPE_ONLY:
+                left = user.target is table.BMM
+                by = "a matrix product that is left alone" if left else table.name_of(user) or user.name
+                return _needed(found, user, f"by {by}")
+    return found
 
 
-def _feeds_only(node: Node, products: set[Node], live: set[Node]) -> bool:
-    """True if every live path from the node ends in one of the products."""
-    if node in products:
-        return True
-    if table.name_of(node) not in table.TRANSPARENT or not node.users:
-        return False
-    return all(_feeds_only(u, products, live) for u in node.users if u in live)
+def _needed(found: Found, node: Node, detail: str) -> Found:
+    return Found(found.anchor, found.product, Reject(Reason.WEIGHTS_USED, node, detail))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,9 +139,10 @@ def _roots(twin: Twin, recorder: _Recorder) -> set[Node]:
     for user, entries in twin.history.items():
         if user.op in ("placeholder", "get_attr"):
             roots.add(entries[-1][1])
+    used = closure([n for n in twin.order if n.op == "output" or may_mutate(n) or _is_impure(n)])
     for leaf in recorder.leaves:
         for source in leaf.all_input_nodes:
-            if (node := twin.value_at(source, twin.order[leaf])) is not None:
+            if leaf in used and (node := twin.value_at(source, twin.order[leaf])) is not None:
                 roots.add(node)
     return roots
 
@@ -151,6 +152,25 @@ def fresh_fake(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def closure(start: Iterable[Node], following: Callable[[Node], Iterable[Node]] | None = None) -> set[Node]:
+    """Everything that `following`, by default the inputs of a node, leads to from `start`, which is included."""
+    reached: set[Node] = set()
+    stack = list(start)
+    while stack:
+        node = stack.pop()
+        if node not in reached:
+            reached.add(node)
+            stack.extend(node.all_input_nodes if following is None else following(node))
+    return reached
+
+
+def _is_impure(n: Node) -> bool:
+    """May running this node matter though nobody reads its result?"""
+    if n.op == "call_function" and isinstance(n.target, torch._ops.OpOverload):
+        return n.target.namespace != "aten"
+    return n.op == "call_module" or isinstance(n.target, torch._ops.HigherOrderOperator) or n.is_impure()
 
 
 def resembles_softmax(n: Node) -> bool:
@@ -167,21 +187,17 @@ def _relevant(graph: torch.fx.Graph) -> set[Node]:
     """
     stack = [n for n in graph.nodes if resembles_softmax(n)]
     seeds = {n for n in graph.nodes if may_mutate(n)}
+    followed: set[Node] = set()
     while stack:
         node = stack.pop()
-        if node not in seeds:
+        if node not in followed:
+            followed.add(node)
             seeds.add(node)
             if not _is_leaf(node) and not any(word in str(node.target) for word in _PRODUCTS):
                 stack.extend(node.users)
-    relevant: set[Node] = set()
-    stack = list(seeds)
-    while stack:
-        node = stack.pop()
-        if node not in relevant:
-            relevant.add(node)
-            if not _is_leaf(node):
-                stack.extend(node.all_input_nodes)
-    return relevant
+                if may_mutate(node):  # what it wrote into is read under its old name
+                    stack.extend(u for source in node.all_input_nodes for u in source.users)
+    return closure(seeds, lambda n: () if _is_leaf(n) else n.all_input_nodes)
 
 
 _PRODUCTS = ("matmul", "bmm", "einsum", ".mm", "dot", "mv")
