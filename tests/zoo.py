@@ -286,7 +286,7 @@ def sigmoid_attention(q, k, v):
     return (q @ k.mT * 0.25).sigmoid() @ v
 
 
-@row(*qkv(), verdict="leave", sites=0)
+@left(*qkv(), reason="weight-not-pointwise")
 def double_softmax(q, k, v):
     return (q @ k.mT * 0.25).softmax(-1).softmax(-1) @ v
 
@@ -353,14 +353,13 @@ def folded_bias(q, k, v, bias):
 CASES.append(
     Case(
         "bias_of_folded_heads", lambda: folded_bias, (*qkv(), T((B * H, 1, N), "plain")),
-        program=("score = score * 0.25 + c0[b * 3 + h, 0, kv_idx]",),
-        dynamic_program=("score = score * 0.25 + c0[b * s0 + h, 0, kv_idx]",),
+        program=("score = score * 0.25 + c0[b, h, 0, kv_idx]",),
     )
 )  # fmt: skip
 CASES.append(
     Case(
         "bias_of_folded_heads_with_gradient", lambda: folded_bias, (*qkv(), T((B * H, 1, N))),
-        verdict="leave", reason="capture-gradient",
+        program=("score = score * 0.25 + c0[b, h, 0, kv_idx]",),
     )
 )  # fmt: skip
 
@@ -505,7 +504,7 @@ def query_changed_between_but_recomputable(q, k, v):
     return scores.softmax(-1) @ v + q
 
 
-@left(*qkv(m=N, kind="plain"), reason="mutated")
+@row(*qkv(m=N, kind="plain"), program=PLAIN)
 def query_changed_between(q, k, v):
     q = F.layer_norm(q, (D,))
     scores = q @ k.mT * 0.25
@@ -612,7 +611,7 @@ def other_value_dim(q, k, v):
     return (q @ k.mT * 0.25).softmax(-1) @ v
 
 
-@left(*floats((B, 6, M, D), (B, 2, N, D), (B, 3, N, D), kind="plain"), reason="operand")
+@row(*floats((B, 6, M, D), (B, 2, N, D), (B, 3, N, D), kind="plain"), program=PLAIN)
 def heads_in_unequal_groups(q, k, v):
     k, v = k.repeat_interleave(3, dim=1), v.repeat(1, 2, 1, 1)
     return (q @ k.mT * 0.25).softmax(-1) @ v
@@ -628,6 +627,208 @@ CASES.append(Case("head_dim_320", lambda: half_power, qkv(d=320), verdict="leave
 CASES.append(Case("float64", lambda: half_power, qkv(dtype=torch.float64), verdict="leave", reason="dtype"))
 CASES.append(Case("single_query", lambda: half_power, qkv(m=1), program=("score = score * 0.125",)))
 CASES.append(Case("single_key", lambda: half_power, qkv(n=1), verdict="leave", reason="one-key"))
+
+
+# *** softmax by hand ***
+
+
+@row(*qkv(), program=PLAIN)
+def exp_over_its_sum(q, k, v):
+    e = (q @ k.mT * 0.25).exp()
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@row(*qkv(), program=PLAIN)
+def exp_shifted_by_the_maximum(q, k, v):
+    s = q @ k.mT * 0.25
+    e = torch.exp(s - s.max(dim=-1, keepdim=True).values)
+    return (e * e.sum(-1, keepdim=True).reciprocal()) @ v
+
+
+@row(*qkv(), T((B, 1, M, N), "keep"), program="score = score * 0.25; keep = c0[b, 0, q_idx, kv_idx]")
+def exp_times_mask(q, k, v, keep):
+    s = q @ k.mT * 0.25
+    e = torch.exp(s - s.detach().amax(-1, keepdim=True)) * keep
+    return (e / e.sum(-1).unsqueeze(-1)) @ v
+
+
+@row(*qkv(), program="score = score * 0.25; sink = -13.815510557964274")
+def exp_over_its_sum_and_epsilon(q, k, v):
+    e = (q @ k.mT * 0.25).exp()
+    return (e / (e.sum(-1, keepdim=True) + 1e-6)) @ v
+
+
+@row(*qkv(), program=PLAIN)
+def divided_after_the_value_product(q, k, v):
+    s = q @ k.mT * 0.25
+    e = torch.exp(s - s.amax(-1, keepdim=True))
+    return (e @ v) / e.sum(-1, keepdim=True)
+
+
+@row(*qkv(), program=PLAIN)
+def sum_clamped(q, k, v):
+    s = q @ k.mT * 0.25
+    e = torch.exp(s - s.amax(-1, keepdim=True))
+    return (e / e.sum(-1, keepdim=True).clamp_min(1e-9)) @ v
+
+
+@left(*qkv(), reason="score-not-pointwise", sites=0)
+def shifted_by_the_maximum_and_epsilon(q, k, v):
+    s = q @ k.mT * 0.25
+    e = torch.exp(s - s.amax(-1, keepdim=True))
+    return (e / (e.sum(-1, keepdim=True) + 1e-2)) @ v
+
+
+@row(*qkv(), program=PLAIN)
+def exp_of_log_softmax(q, k, v):
+    return F.log_softmax(q @ k.mT * 0.25, -1).exp() @ v
+
+
+@row(*qkv(), program=PLAIN)
+def exp_of_difference_with_logsumexp(q, k, v):
+    s = q @ k.mT * 0.25
+    return (s - s.logsumexp(-1, keepdim=True)).exp() @ v
+
+
+@row(*qkv(), program="score = score * 0.25; sink = 0.0")
+def softmax_plus_one(q, k, v):
+    s = q @ k.mT * 0.25
+    shift = s.amax(-1, keepdim=True).clamp(min=0)
+    e = torch.exp(s - shift)
+    return (e / (torch.exp(-shift) + e.sum(-1, keepdim=True))) @ v
+
+
+@row(*qkv(), T((H,)), program="score = score * 0.25; sink = c0[h]")
+def sink_as_a_column(q, k, v, sinks):
+    s = q @ k.mT * 0.25
+    s = torch.cat([s, sinks.reshape(1, -1, 1, 1).expand(q.size(0), -1, q.size(2), -1)], dim=-1)
+    s = s - s.max(dim=-1, keepdim=True).values
+    return s.softmax(-1)[..., :-1] @ v
+
+
+@left(*qkv(), T((H,)), reason="softmax-axis")
+def sink_column_first(q, k, v, sinks):
+    s = torch.cat([sinks.reshape(1, -1, 1, 1).expand(q.size(0), -1, q.size(2), -1), q @ k.mT * 0.25], dim=-1)
+    return s.softmax(-1)[..., :-1] @ v
+
+
+@row(*qkv(), program="score = score * 0.25 / 32.0 * 32.0")
+def shift_between_two_scales(q, k, v):
+    s = q @ k.mT * 0.25 / 32.0
+    return ((s - s.amax(-1, keepdim=True)) * 32.0).softmax(-1) @ v
+
+
+@row(*qkv(), T((B, 1, 1, N), "keep"), program="score = score * 0.25; keep = ~c0[b, 0, 0, kv_idx]; empty = 0.0")
+def nan_to_num_of_weights(q, k, v, keep):
+    return (q @ k.mT * 0.25).masked_fill(~keep, -INF).softmax(-1).nan_to_num() @ v
+
+
+@row(*qkv(), T((B, 1, 1, N), "keep"), program="score = score * 0.25; keep = ~c0[b, 0, 0, kv_idx]; empty = 0.0")
+def isnan_of_weights_filled(q, k, v, keep):
+    w = (q @ k.mT * 0.25).masked_fill(~keep, -INF).softmax(-1)
+    return w.masked_fill(w.isnan(), 0.0) @ v
+
+
+@row(
+    *qkv(), T((B, 1, 1, N), "keep"),
+    program="score = score * 0.25; keep = ~c0[b, 0, 0, kv_idx]; empty = 0.0",
+)  # fmt: skip
+def weights_zeroed_by_the_same_mask(q, k, v, keep):
+    w = (q @ k.mT * 0.25).masked_fill(~keep, -INF).softmax(-1)
+    return w.masked_fill(~keep, 0.0) @ v
+
+
+@left(*qkv(), *(T((B, 1, 1, N), "keep"),) * 2, reason="weight-not-pointwise")
+def weights_zeroed_by_another_mask(q, k, v, keep, other):
+    w = (q @ k.mT * 0.25).masked_fill(~keep, -INF).softmax(-1)
+    return w.masked_fill(~other, 0.0) @ v
+
+
+@row(*qkv(), T((H, 1, 1)), program=(PLAIN, "score = score * 0.25; weight = c0[h, 0, 0]"), sites=2)
+def difference_of_two(q, k, v, balance):
+    first, second = (q @ k.mT * 0.25).softmax(-1), (q @ k.flip(2).mT * 0.25).softmax(-1)
+    return (first - balance * second) @ v
+
+
+# *** writes into scores and masks ***
+
+
+@row(*qkv(), T((B, 1, 1, N), "keep"), program="score = score * 0.25; keep = c0[b, 0, 0, kv_idx]")
+def scores_written_where_masked(q, k, v, keep):
+    s = q @ k.mT * 0.25
+    s[~keep.expand_as(s)] = -INF
+    return s.softmax(-1) @ v
+
+
+@row(*qkv(), program="score = score * 0.25; keep = kv_idx != 2")
+def mask_written_at_one_key(q, k, v):
+    mask = torch.zeros(k.size(2))
+    mask[2] = -INF
+    return (q @ k.mT * 0.25 + mask).softmax(-1) @ v
+
+
+@row(*qkv(kind="plain"), program=PLAIN)
+def results_given_as_out(q, k, v):
+    with torch.no_grad():
+        s = torch.empty(*q.shape[:3], k.size(2))
+        torch.matmul(q, k.mT, out=s)
+        s.mul_(0.25)
+        torch.softmax(s, -1, out=s)
+        return torch.matmul(s, v)
+
+
+@row(*qkv(kind="plain"), program=PLAIN)
+def value_product_given_as_out(q, k, v):
+    with torch.no_grad():
+        out = torch.empty(*q.shape[:3], v.size(3))
+        torch.matmul((q @ k.mT * 0.25).softmax(-1), v, out=out)
+        return out
+
+
+# *** functions that hold a whole attention ***
+
+
+@row(*floats((B, M, H, D), (B, N, H, D), (B, N, H, D), (H, D, 8)), program=PLAIN)
+def einsum_with_the_output_projection(q, k, v, out):
+    w = (torch.einsum("bmhd,bnhd->bhmn", q, k) * 0.25).softmax(-1)
+    return torch.einsum("bhmn,bnhd,hde->bme", w, v, out)
+
+
+@row(*floats((B, M, 2 * D)), program="")
+class MultiheadAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attend = nn.MultiheadAttention(2 * D, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attend(x, x, x)[0]
+
+
+@row(*floats((B, M, H, D), (B, N, H, D), (B, N, H, D), (M, N, D)), program="score = (score + c0[b, h, q_idx, kv_idx]) * 0.25")
+def relative_key_vectors(q, k, v, relative):
+    s = torch.einsum("bmhd,bnhd->bhmn", q, k) + torch.einsum("bmhd,mnd->bhmn", q, relative)
+    return torch.einsum("bhmn,bnhd->bmhd", (s * 0.25).softmax(-1), v)
+
+
+@row(*qkv(m=N), program=(PLAIN,) * 2, sites=2)
+def one_score_matrix_read_both_ways(q, k, v):
+    s = q @ k.mT * 0.25
+    return s.softmax(-1) @ v + s.mT.softmax(-1) @ q
+
+
+# *** reported though no attention ***
+
+
+@left(*qkv(), reason="weight-not-pointwise")
+def weights_accumulated_over_keys(q, k, v):
+    return (q @ k.mT * 0.25).softmax(-1).cumsum(-1) @ v
+
+
+@left(*qkv(), reason="score-not-pointwise")
+def scores_of_a_layer_norm(q, k, v):
+    s = q @ k.mT
+    s = (s - s.mean(-1, keepdim=True)) / (s.var(-1, keepdim=True) + 1e-5).sqrt()
+    return s.softmax(-1) @ v
 
 
 # *** regions ***

@@ -143,7 +143,7 @@ def _near_miss(anchor: Node, live: set[Node]) -> Found | None:
         return None
     for reason, path in ((Reason.WEIGHT, after), (Reason.SCORE, before)):
         odd = next((n for n in path if table.name_of(n) not in table.TRANSPARENT), None)
-        if odd is not None:
+        if odd is not None and (reason is Reason.WEIGHT or odd.target not in table.SOFTMAX):  # the other one says it
             return Found(anchor, after[-1], Reject(reason, odd, f"through {table.name_of(odd) or odd.name}"))
     return None
 

@@ -221,7 +221,7 @@ def _build(twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: in
     puller = lifted.puller
     sizes = puller.indexer.sizes
     score, keep = _fills(lifted.score)
-    weight, drop = _split_weight(lifted.weight, anchor)
+    weight, drop = _split_weight(lifted.weight, _conjuncts(keep), anchor)
     empty = lifted.empty if lifted.empty is not None else _empty_rows(puller, lifted.weight, score, keep, anchor)
     exprs = [e for e in (score, keep, weight, lifted.sink) if e is not None]
     keys = [*lifted.key[1], *lifted.value[1]]
@@ -237,16 +237,13 @@ def _build(twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: in
 
     naming = _Naming(sizes[M], sizes[N])
     letters = {"b": batch, "h": heads}
-    query, hq, q_dtype = _operand(
-        puller, lifted.query, {**letters, "l": sizes[M], "d": sizes[D]}, M, split, indexer, "query"
-    )
-    key, hk, k_dtype = _operand(puller, lifted.key, {**letters, "l": sizes[N], "d": sizes[D]}, N, split, indexer, "key")
     dv = shapes.of(lifted.value[0])[2 if position == 0 else 1]
-    value, hv, v_dtype = _operand(puller, lifted.value, {**letters, "l": sizes[N], "d": dv}, N, split, indexer, "value")
-    query = _with_heads(query, hq, heads)
-    kv_heads = hk if ix.same(hk, hv) else heads
-    if kv_heads is heads:
-        key, value = _with_heads(key, hk, heads), _with_heads(value, hv, heads)
+    queries = _operands_of(puller, lifted.query, {**letters, "l": sizes[M], "d": sizes[D]}, M, split, indexer, "query")
+    keys_ = _operands_of(puller, lifted.key, {**letters, "l": sizes[N], "d": sizes[D]}, N, split, indexer, "key")
+    values = _operands_of(puller, lifted.value, {**letters, "l": sizes[N], "d": dv}, N, split, indexer, "value")
+    query, q_dtype = _with_heads(queries, heads)
+    kv_heads = keys_[0].heads if ix.same(keys_[0].heads, values[0].heads) else heads
+    (key, k_dtype), (value, v_dtype) = _with_heads(keys_, kv_heads), _with_heads(values, kv_heads)
     program = Program(
         canonical(score) or SCORE, canonical(keep), canonical(lifted.sink), canonical(weight), drop, empty
     )
@@ -457,8 +454,8 @@ def _and(x: Expr | None, y: Expr | None) -> Expr | None:
     return logical("logical_and", [x, y])
 
 
-def _split_weight(e: Expr, anchor: Node) -> tuple[Expr | None, float | None]:
-    """`weight` and `drop` of an expression linear in the softmax weight."""
+def _split_weight(e: Expr, kept: set[Expr], anchor: Node) -> tuple[Expr | None, float | None]:
+    """`weight` and `drop` of an expression linear in the softmax weight, which is 0 unless `kept` holds."""
     factor: Expr | None = None
     drop: float | None = None
     while e is not P:
@@ -469,10 +466,17 @@ def _split_weight(e: Expr, anchor: Node) -> tuple[Expr | None, float | None]:
             if drop is not None:
                 raise Reject(Reason.DROPOUT, anchor, "two dropouts on the weights")
             drop = float(f.head.split(":")[1])
-        elif f is not None:
+        elif f is not None and not (_zero_one(f) is not None and _conjuncts(_zero_one(f)) <= kept):
             factor = f if factor is None else op("mul", factor, f)
         e = inner
     return factor, drop
+
+
+def _zero_one(e: Expr) -> Expr | None:
+    """c of `where(c, 1.0, 0.0)`"""
+    if isinstance(e, Op) and e.head == "where" and [a.head for a in e.args[1:]] in ([1.0, 0.0], [0.0, 1.0]):
+        return e.args[0] if e.args[1].head == 1.0 else negate(e.args[0])
+    return None
 
 
 def _factor(e: Expr) -> tuple[Expr | None, Expr | None]:
@@ -499,7 +503,17 @@ def _factor(e: Expr) -> tuple[Expr | None, Expr | None]:
 # *** operands ***
 
 
-def _operand(
+@dataclass(frozen=True)
+class _Candidate:
+    """One way to get an operand: its number of heads, what it costs, its dtype."""
+
+    operand: Operand
+    heads: Expr
+    cost: int
+    dtype: torch.dtype
+
+
+def _operands_of(
     puller: Puller,
     start: tuple[Node, Index],
     sizes: dict[str, Expr],
@@ -507,13 +521,13 @@ def _operand(
     split: dict,
     indexer: ix.Indexer,
     what: str,
-) -> tuple[Operand, Expr, torch.dtype]:
-    """The operand in as few steps as possible, from a tensor of the user's graph where there is one.
+) -> list[_Candidate]:
+    """Ways to get the operand, the best first.
 
-    Of all tensors on the way to the source, the one with the fewest heads (before heads were repeated) wins, then the one
-    that needs the fewest views.
+    Of all tensors on the way to the source, the one with the fewest heads (before heads were repeated) is best, then one
+    of the user's graph, then the one that needs the fewest views.
     """
-    found: list[tuple[int, Operand, Expr, torch.dtype]] = []
+    found: list[_Candidate] = []
     letters = {B: "b", H: "h", length: "l", D: "d"}
     indexer.sizes[D] = sizes["d"]
     node, index = start
@@ -523,8 +537,9 @@ def _operand(
         shape = list(puller.shapes.of(node))
         reached = as_operand(node, *_without_ones(shape, positions), letters, sizes)
         if reached is not None:
-            cost = len(reached[0].steps) + (0 if node in puller.defined else 3)
-            found.append((indexer.hint(reached[1]) * 100 + cost, *reached, node.meta["val"].dtype))
+            operand, heads = reached
+            cost = indexer.hint(heads) * 100 + len(operand.steps) + (0 if node in puller.defined else 3)
+            found.append(_Candidate(operand, heads, cost, node.meta["val"].dtype))
         step = puller.view(node, index)
         if step is None and table.name_of(node) in table.CASTS and _widens(node):
             step = (node.args[0], index)  # type: ignore[assignment]
@@ -533,7 +548,7 @@ def _operand(
         node, index = step
     if not found:
         raise Reject(Reason.OPERAND, start[0], what)
-    return min(found, key=lambda f: f[0])[1:]
+    return sorted(found, key=lambda c: c.cost)
 
 
 def _without_ones(shape: list[Expr], positions: list[Expr]) -> tuple[list[Expr], list[Expr]]:
@@ -542,13 +557,15 @@ def _without_ones(shape: list[Expr], positions: list[Expr]) -> tuple[list[Expr],
     return shape, fixed
 
 
-def _with_heads(operand: Operand, has: Expr, wanted: Expr) -> Operand:
-    if ix.same(has, wanted):
-        return operand
-    if has is ix.ONE:
-        expand = (torch.ops.aten.expand.default, ((const(-1), wanted, const(-1), const(-1)),))
-        return Operand(operand.node, (*operand.steps, expand))
-    raise Reject(Reason.OPERAND, operand.node, "heads in groups of different sizes")
+def _with_heads(candidates: list[_Candidate], wanted: Expr) -> tuple[Operand, torch.dtype]:
+    """The best operand with this number of heads, one head being as good as many."""
+    for c in candidates:
+        if ix.same(c.heads, wanted):
+            return c.operand, c.dtype
+        if c.heads is ix.ONE:
+            expand = (torch.ops.aten.expand.default, ((const(-1), wanted, const(-1), const(-1)),))
+            return Operand(c.operand.node, (*c.operand.steps, expand)), c.dtype
+    raise Reject(Reason.OPERAND, candidates[0].operand.node, "heads in groups of different sizes")
 
 
 # *** checks ***

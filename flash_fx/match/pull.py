@@ -97,7 +97,9 @@ class Puller:
         if operation in ("where", "masked_fill"):
             return self._where(node, operation, index)
         if operation in table.WRITES:
-            return self._written(node, operation, index)
+            found = self._written(node, operation, index)
+            # a whole matrix has to be read anyway: then the one that was written into
+            return found if node in self.cone or found is None or not _reads_matrix(found) else None
         if operation in table.POINTWISE:
             return self._pointwise(node, operation, index)
         return None
@@ -119,9 +121,10 @@ class Puller:
         node, index = held
         if not isinstance(node.meta.get("val"), torch.Tensor):
             raise Reject(Reason.SCORE, node, f"a captured value comes from {_describe(node)}")
-        if node not in self.captures:
+        number = next((i for i, c in enumerate(self.captures) if _is_same(c, node)), len(self.captures))
+        if number == len(self.captures):
             self.captures.append(node)
-        return load(self.captures.index(node), *index)
+        return load(number, *index)
 
     def _may_descend(self, node: Node, step: tuple[Node, Index]) -> bool:
         """Where a gradient is wanted, every index must stay one position of one axis."""
@@ -348,6 +351,10 @@ class Puller:
         """`x[mask] = number`, `x[..., a:b] = y`, `x[..., i] = y` as they are without writing in place."""
         if operation == "index_put":
             return self._masked_write(node, index)
+        if operation == "copy":
+            source: Node = node.args[1]  # type: ignore[assignment]
+            same = source.meta["val"].dtype == node.meta["val"].dtype
+            return self.pull(source, self._unexpand(source, index)) if same else None
         axis = int(node.args[2] if len(node.args) > 2 else 0) % len(index)  # type: ignore[arg-type]
         found = (self._slice_write if operation == "slice_scatter" else self._select_write)(node, axis, index)
         return None if found is None else choose(*found, self.pull(node.args[0], index))  # type: ignore[arg-type]
@@ -640,6 +647,25 @@ def _narrow(e: Expr, dtype: torch.dtype) -> Expr | None:
 
 def _names(index: Index) -> set[Expr]:
     return {n for i in index for n in walk(i)}
+
+
+def _is_same(x: Any, y: Any, depth: int = 4) -> bool:
+    """The same node, or the same operation on the same arguments."""
+    if x is y:
+        return True
+    if isinstance(x, Node) and isinstance(y, Node):
+        pure = x.op == "call_function" and table.name_of(x) in table.TRANSPARENT - {"native_dropout"}
+        alike = depth > 0 and pure and x.target is y.target and x.kwargs.keys() == y.kwargs.keys()
+        arguments = zip((*x.args, *x.kwargs.values()), (*y.args, *y.kwargs.values()), strict=False)
+        return alike and len(x.args) == len(y.args) and all(_is_same(a, b, depth - 1) for a, b in arguments)
+    if isinstance(x, (list, tuple)) and isinstance(y, (list, tuple)):
+        return len(x) == len(y) and all(_is_same(a, b, depth) for a, b in zip(x, y, strict=True))
+    return type(x) is type(y) and isinstance(x, (int, float, str, bool, torch.dtype, torch.device)) and x == y
+
+
+def _reads_matrix(e: Expr) -> bool:
+    """Is a tensor read whose element depends on query and key?"""
+    return any(isinstance(n, Load) and {M, N} <= _names(n.args) for n in walk(e))
 
 
 def _has_load(e: Expr) -> bool:

@@ -26,6 +26,7 @@ from . import aten as table
 from .normalize import Twin
 
 aten = torch.ops.aten
+_PATH = (table.VIEWS | table.CASTS) - {"split", "split_with_sizes", "unbind", "chunk", "repeat"}
 _SAME_VALUE = frozenset({"alias", "clone", "contiguous", "lift_fresh", "_to_copy", "detach"})
 
 
@@ -346,8 +347,16 @@ def _normalise_before_product(twin: Twin, node: Node, numerator: Node, denominat
 def _one_number_a_row(denominator: Node, numerator: Node) -> bool:
     """The quotient divides every row of the product by one number: [.., M, Dv] / [.., M, 1], no other axis moved."""
     d, n = _peel_broadcast(denominator), numerator
-    shape, other = _shape(d), _shape(n)
-    return len(shape) == len(other) and _is_one(shape[-1]) and list(map(str, shape[:-1])) == list(map(str, other[:-1]))
+    return _rank(d) == _rank(n) and _is_one(_shape(d)[-1]) and _texts(d)[:-1] == _texts(n)[:-1]
+
+
+def _texts(node: Node) -> list[str]:
+    """The sizes as text: comparing run-time sizes would add guards."""
+    return [str(size) for size in _shape(node)]
+
+
+def _same_shape(a: Node, b: Node) -> bool:
+    return _texts(a) == _texts(b)
 
 
 def _to_product(node: Node) -> tuple[list[Node], Node | None]:
@@ -363,9 +372,7 @@ def _through_views(node: Any) -> tuple[Any, list[Node]]:
 
 def _walk_up(node: Any) -> tuple[Any, list[Node]]:
     path: list[Node] = []
-    while (
-        isinstance(node, Node) and table.name_of(node) in table.VIEWS | table.CASTS and len(node.all_input_nodes) == 1
-    ):
+    while isinstance(node, Node) and table.name_of(node) in _PATH:
         path.append(node)
         node = node.args[0]
     return node, path[::-1]
@@ -539,7 +546,7 @@ def _split_sums_of_weights(twin: Twin) -> None:
         operation = table.name_of(combined) if isinstance(combined, Node) else ""
         if operation not in ("add", "sub") or combined.kwargs or len(combined.users) != 1:
             continue
-        if not all(isinstance(a, Node) and _is_weight(a) and _shape(a) == _shape(combined) for a in combined.args):
+        if not all(isinstance(a, Node) and _is_weight(a) and _same_shape(a, combined) for a in combined.args):
             continue
         parts = []
         for a in combined.args:
