@@ -215,12 +215,26 @@ def _refuse_what_hides_writes(gm: GraphModule) -> None:
         if n.op == "call_function" and isinstance(n.target, torch._ops.HigherOrderOperator):
             for attribute in (a for a in n.all_input_nodes if a.op == "get_attr"):
                 body = getattr(gm, str(attribute.target), None)
-                if isinstance(body, GraphModule) and any(may_mutate(inner) for inner in body.graph.nodes):
+                if isinstance(body, GraphModule) and _writes_inputs(body):
                     raise UntraceableError("a higher-order operation writes in place")
     inputs = [example_value(n) for n in gm.graph.nodes if n.op == "placeholder"]
     storages = [v.untyped_storage()._cdata for v in inputs if isinstance(v, torch.Tensor) and v.layout is torch.strided]
     if len(set(storages)) < len(storages) and any(may_mutate(n) for n in gm.graph.nodes):
         raise UntraceableError("inputs share memory and the graph writes in place")
+
+
+def _writes_inputs(body: GraphModule) -> bool:
+    """May the graph write into memory that it was given, rather than into tensors of its own?"""
+    given = [example_value(n) for n in body.graph.nodes if n.op in ("placeholder", "get_attr")]
+    if not all(isinstance(v, (torch.Tensor, int, float, torch.SymInt, torch.SymFloat)) for v in given):
+        return any(may_mutate(n) for n in body.graph.nodes)
+    memory = {_memory(v) for v in given} - {None}
+    return any(_memory(example_value(s)) in memory for n in body.graph.nodes if may_mutate(n) for s in n.all_input_nodes)
+
+
+def _memory(value: Any) -> int | None:
+    held = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return value.untyped_storage()._cdata if held else None
 
 
 class _Recorder(Interpreter):

@@ -61,7 +61,15 @@ class Puller:
         if spans and self.eager_capture and node in self.twin.requires_grad:
             return None
         found = self._inline(node, index)
-        return found if found is not None and (spans or not _has_load(found)) else None
+        if found is None or (not spans and _has_load(found)):
+            return None
+        return None if self._is_sum_of_matrices(node, found) else found
+
+    def _is_sum_of_matrices(self, node: Node, found: Expr) -> bool:
+        """Made from several tensors as large as itself: reading the one result is cheaper."""
+        read = {n.head for n in walk(found) if isinstance(n, Load) and {M, N} <= _names(n.args)}
+        size = str(node.meta["val"].numel()) if len(read) > 1 and node not in self.cone else ""
+        return bool(size) and all(str(self.captures[i].meta["val"].numel()) == size for i in read)
 
     def _inline(self, node: Node, index: Index) -> Expr | None:
         key = (node, index)

@@ -289,7 +289,7 @@ def _split_shift(z: Node, dim: int) -> tuple[Node, Node | None]:
     return z, None
 
 
-def _depends_on_product(node: Node, limit: int = 64) -> bool:
+def _depends_on_product(node: Node, limit: int = 1000) -> bool:
     """Is the value made from a matrix product nearby (so that it is no tensor one could capture)?"""
     seen: set[Node] = set()
     stack = [node]
