@@ -1,7 +1,7 @@
 """Break the package in one place at a time and show that the tests notice.
 
-    python tests/mutate.py          every mutant; a table; exit status 1 if one survives
-    python tests/mutate.py mask     only the mutants with "mask" in their name
+python tests/mutate.py          every mutant; a table; exit status 1 if one survives
+python tests/mutate.py mask     only the mutants with "mask" in their name
 """
 
 from __future__ import annotations

@@ -43,9 +43,7 @@ def gpt2() -> Model:
         n_layer=2, n_head=4, n_embd=64, vocab_size=100, n_positions=128, bos_token_id=0, eos_token_id=0,
         attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, **EAGER,
     )  # fmt: skip
-    return Model(
-        transformers.GPT2LMHeadModel(config), {"input_ids": tokens(TOKENS), "use_cache": False}, 2, {TOKENS}
-    )
+    return Model(transformers.GPT2LMHeadModel(config), {"input_ids": tokens(TOKENS), "use_cache": False}, 2, {TOKENS})
 
 
 def bert() -> Model:
@@ -63,9 +61,7 @@ def llama() -> Model:
         hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
         vocab_size=100, **EAGER,
     )  # fmt: skip
-    return Model(
-        transformers.LlamaForCausalLM(config), {"input_ids": tokens(TOKENS), "use_cache": False}, 2, {TOKENS}
-    )
+    return Model(transformers.LlamaForCausalLM(config), {"input_ids": tokens(TOKENS), "use_cache": False}, 2, {TOKENS})
 
 
 def t5() -> Model:

@@ -371,7 +371,9 @@ def extended_int_mask(q, k, v, mask):
 
 
 @row(
-    *qkv(), T((B, 1, M, N), "keep"), T((H, M, N)),
+    *qkv(),
+    T((B, 1, M, N), "keep"),
+    T((H, M, N)),
     program="score = score * 0.25 + c0[h, q_idx, kv_idx]; keep = c1[b, 0, q_idx, kv_idx]",
 )
 def mask_and_bias(q, k, v, keep, bias):
@@ -388,7 +390,8 @@ def keep_where(q, k, v, keep):
 
 
 @row(
-    *qkv(), T((B, 1, M, N), "keep"),
+    *qkv(),
+    T((B, 1, M, N), "keep"),
     program="score = score * 0.25; keep = ~c0[b, 0, q_idx, 12 - kv_idx]",
     dynamic="score = score * 0.25; keep = ~c0[b, 0, q_idx, kv_len - kv_idx - 1]",
 )
@@ -804,7 +807,10 @@ class MultiheadAttention(nn.Module):
         return self.attend(x, x, x)[0]
 
 
-@row(*floats((B, M, H, D), (B, N, H, D), (B, N, H, D), (M, N, D)), program="score = (score + c0[b, h, q_idx, kv_idx]) * 0.25")
+@row(
+    *floats((B, M, H, D), (B, N, H, D), (B, N, H, D), (M, N, D)),
+    program="score = (score + c0[b, h, q_idx, kv_idx]) * 0.25",
+)
 def relative_key_vectors(q, k, v, relative):
     s = torch.einsum("bmhd,bnhd->bhmn", q, k) + torch.einsum("bmhd,mnd->bhmn", q, relative)
     return torch.einsum("bhmn,bnhd->bmhd", (s * 0.25).softmax(-1), v)

@@ -229,7 +229,9 @@ def _writes_inputs(body: GraphModule) -> bool:
     if not all(isinstance(v, (torch.Tensor, int, float, torch.SymInt, torch.SymFloat)) for v in given):
         return any(may_mutate(n) for n in body.graph.nodes)
     memory = {_memory(v) for v in given} - {None}
-    return any(_memory(example_value(s)) in memory for n in body.graph.nodes if may_mutate(n) for s in n.all_input_nodes)
+    return any(
+        _memory(example_value(s)) in memory for n in body.graph.nodes if may_mutate(n) for s in n.all_input_nodes
+    )
 
 
 def _memory(value: Any) -> int | None:

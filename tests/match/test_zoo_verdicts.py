@@ -52,46 +52,67 @@ class TestReportText(TestCase):
         return re.sub(r"zoo\.py:\d+", "zoo.py:LINE", str(report_of(BY_NAME[name], dynamic=False)))
 
     def test_fused(self) -> None:
-        self.assertExpectedInline(self.text("mask_and_bias"), """\
+        self.assertExpectedInline(
+            self.text("mask_and_bias"),
+            """\
 1 fused, 0 left
 fused zoo.py:LINE float32 [2, 3, 17, 16] [2, 3, 13, 16] [2, 3, 13, 16]
-  program: score = score * 0.25 + c0[h, q_idx, kv_idx]; keep = c1[b, 0, q_idx, kv_idx]""")
+  program: score = score * 0.25 + c0[h, q_idx, kv_idx]; keep = c1[b, 0, q_idx, kv_idx]""",
+        )
 
     def test_grouped_heads(self) -> None:
-        self.assertExpectedInline(self.text("grouped_expand_reshape"), """\
+        self.assertExpectedInline(
+            self.text("grouped_expand_reshape"),
+            """\
 1 fused, 0 left
 fused zoo.py:LINE float32 [2, 6, 17, 16] [2, 2, 13, 16] [2, 2, 13, 16]
-  program: score = score * 0.25""")
+  program: score = score * 0.25""",
+        )
 
     def test_no_program(self) -> None:
-        self.assertExpectedInline(self.text("scale_none"), """\
+        self.assertExpectedInline(
+            self.text("scale_none"),
+            """\
 1 fused, 0 left
 fused zoo.py:LINE float32 [2, 3, 17, 16] [2, 3, 13, 16] [2, 3, 13, 16]
-  program: (plain softmax)""")
+  program: (plain softmax)""",
+        )
 
     def test_softmax_axis(self) -> None:
-        self.assertExpectedInline(self.text("softmax_over_queries"), """\
+        self.assertExpectedInline(
+            self.text("softmax_over_queries"),
+            """\
 0 fused, 1 left
 left zoo.py:LINE float32 [2, 3, 13, 13]
-  softmax-axis: the softmax does not run over the keys that are contracted with the values (dim -2 of (2, 3, 13, 13)); to fuse it, normalise over the key axis of the scores""")
+  softmax-axis: the softmax does not run over the keys that are contracted with the values (dim -2 of (2, 3, 13, 13)); to fuse it, normalise over the key axis of the scores""",
+        )
 
     def test_weights_used(self) -> None:
-        self.assertExpectedInline(self.text("weights_in_a_loss"), """\
+        self.assertExpectedInline(
+            self.text("weights_in_a_loss"),
+            """\
 0 fused, 1 left
 left zoo.py:LINE float32 [2, 3, 17, 13]
-  weights-used: the attention scores or weights are also used elsewhere, so the full matrix is needed (by add); to fuse it, do not return or log the weights (for example output_attentions=False)""")
+  weights-used: the attention scores or weights are also used elsewhere, so the full matrix is needed (by add); to fuse it, do not return or log the weights (for example output_attentions=False)""",
+        )
 
     def test_gradient_stopped(self) -> None:
-        self.assertExpectedInline(self.text("weights_detached"), """\
+        self.assertExpectedInline(
+            self.text("weights_detached"),
+            """\
 0 fused, 1 left
 left zoo.py:LINE float32 [2, 3, 17, 13]
-  gradient-stopped: a detach or no_grad inside the attention stops a gradient that the fused operator would let through (at detach); to fuse it, detach query and key before the product instead""")
+  gradient-stopped: a detach or no_grad inside the attention stops a gradient that the fused operator would let through (at detach); to fuse it, detach query and key before the product instead""",
+        )
 
     def test_near_miss(self) -> None:
-        self.assertExpectedInline(self.text("weights_accumulated_over_keys"), """\
+        self.assertExpectedInline(
+            self.text("weights_accumulated_over_keys"),
+            """\
 0 fused, 1 left
 left zoo.py:LINE float32 [2, 3, 17, 13]
-  weight-not-pointwise: the softmax weights are changed by something other than dropout, a factor or a cast (through cumsum); to fuse it, multiply the weights by tensors only, before the value product""")
+  weight-not-pointwise: the softmax weights are changed by something other than dropout, a factor or a cast (through cumsum); to fuse it, multiply the weights by tensors only, before the value product""",
+        )
 
     def test_nothing_found(self) -> None:
         self.assertExpectedInline(self.text("sigmoid_attention"), """0 fused, 0 left""")

@@ -23,10 +23,14 @@ class TestSpellings(GraphSnapshotTestCase):
         def attention(q, k, v):
             return (q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))).softmax(-1) @ v
 
-        report = self.assertRewrites(attention, *qkv(2, 4, 16, 64), expected="""\
+        report = self.assertRewrites(
+            attention,
+            *qkv(2, 4, 16, 64),
+            expected="""\
 attention = flash_fx.attention(q, k, v, [], [], None, 'score = score / 8.0', False)
 getitem = getitem(attention, 0)
-return (getitem,)""")
+return (getitem,)""",
+        )
         self.assertEqual(report.fused, 1)
 
     def test_causal_made_in_forward(self):
@@ -35,17 +39,24 @@ return (getitem,)""")
             future = torch.ones(16, 16, dtype=torch.bool).triu(1)
             return torch.matmul(F.softmax(scores.masked_fill(future, float("-inf")), dim=-1), v)
 
-        self.assertRewrites(attention, *qkv(2, 4, 16, 64), expected="""\
+        self.assertRewrites(
+            attention,
+            *qkv(2, 4, 16, 64),
+            expected="""\
 attention = flash_fx.attention(q, k, v, [], [], None, 'score = score * 0.125; keep = kv_idx <= q_idx', False)
 getitem = getitem(attention, 0)
-return (getitem,)""")
+return (getitem,)""",
+        )
 
     def test_einsum_in_user_layout(self):
         def attention(q, k, v):
             weights = torch.einsum("bmhd,bnhd->bhmn", q * 0.125, k).softmax(dim=-1)
             return torch.einsum("bhmn,bnhd->bmhd", weights, v)
 
-        self.assertRewrites(attention, *qkv(2, 16, 4, 64), expected="""\
+        self.assertRewrites(
+            attention,
+            *qkv(2, 16, 4, 64),
+            expected="""\
 mul = mul(q, 0.125)
 permute = aten.permute(mul, [0, 2, 1, 3])
 permute_1 = aten.permute(k, [0, 2, 1, 3])
@@ -53,7 +64,8 @@ permute_2 = aten.permute(v, [0, 2, 1, 3])
 attention = flash_fx.attention(permute, permute_1, permute_2, [], [], None, '', False)
 getitem = getitem(attention, 0)
 permute_3 = aten.permute(getitem, [0, 2, 1, 3])
-return (permute_3,)""")
+return (permute_3,)""",
+        )
 
     def test_additive_mask_and_float32_softmax(self):
         def attention(q, k, v, mask):
@@ -62,10 +74,14 @@ return (permute_3,)""")
             return weights @ v
 
         inputs = [t.bfloat16() for t in (*qkv(2, 4, 16, 64), torch.zeros(2, 1, 16, 16))]
-        self.assertRewrites(attention, *inputs, expected="""\
+        self.assertRewrites(
+            attention,
+            *inputs,
+            expected="""\
 attention = flash_fx.attention(q, k, v, [mask], [], None, 'score = score * 0.125 + c0[b, 0, q_idx, kv_idx]', False)
 getitem = getitem(attention, 0)
-return (getitem,)""")
+return (getitem,)""",
+        )
 
     def test_bmm_with_grouped_heads(self):
         def attention(q, k, v):
@@ -74,10 +90,16 @@ return (getitem,)""")
             return (q @ k.transpose(-2, -1)).softmax(-1) @ v
 
         q, k, v = torch.zeros(2, 8, 16, 64), torch.zeros(2, 2, 16, 64), torch.zeros(2, 2, 16, 64)
-        self.assertRewrites(attention, q, k, v, expected="""\
+        self.assertRewrites(
+            attention,
+            q,
+            k,
+            v,
+            expected="""\
 attention = flash_fx.attention(q, k, v, [], [], None, '', False)
 getitem = getitem(attention, 0)
-return (getitem,)""")
+return (getitem,)""",
+        )
 
     def test_module_with_buffer_and_dropout(self):
         class Attention(nn.Module):
@@ -91,23 +113,31 @@ return (getitem,)""")
                 scores = (q @ k.transpose(-2, -1)).masked_fill(self.tril[:t, :t] == 0, float("-inf"))
                 return self.drop(scores.softmax(-1)) @ v
 
-        self.assertRewrites(Attention(), *qkv(2, 4, 16, 64), expected="""\
+        self.assertRewrites(
+            Attention(),
+            *qkv(2, 4, 16, 64),
+            expected="""\
 low = aten.randint.low(0, 4611686018427387904, [2], dtype=int64, device='cpu')
 attention = flash_fx.attention(q, k, v, [tril], [], low, 'keep = c0[q_idx, kv_idx] != 0.0; drop = 0.25', False)
 getitem = getitem(attention, 0)
-return (getitem,)""")
+return (getitem,)""",
+        )
 
     def test_left_alone(self):
         def attention(q, k, v):
             weights = (q @ k.transpose(-2, -1)).softmax(-1)
             return weights @ v, weights
 
-        report = self.assertRewrites(attention, *qkv(2, 4, 16, 64), expected="""\
+        report = self.assertRewrites(
+            attention,
+            *qkv(2, 4, 16, 64),
+            expected="""\
 transpose = Tensor.transpose(k, -2, -1)
 matmul = matmul(q, transpose)
 softmax = Tensor.softmax(matmul, -1)
 matmul_1 = matmul(softmax, v)
-return (matmul_1, softmax)""")
+return (matmul_1, softmax)""",
+        )
         self.assertEqual([s.reason for s in report.sites], ["weights-used"])
 
 
@@ -116,10 +146,14 @@ def test_assert_rewrites_function():
         return (q @ k.transpose(-2, -1)).softmax(-1) @ v
 
     inputs = qkv(2, 4, 16, 64)
-    report = assert_rewrites(attention, *inputs, expected="""\
+    report = assert_rewrites(
+        attention,
+        *inputs,
+        expected="""\
 attention = flash_fx.attention(q, k, v, [], [], None, '', False)
 getitem = getitem(attention, 0)
-return (getitem,)""")
+return (getitem,)""",
+    )
     assert report.fused == 1
 
 
