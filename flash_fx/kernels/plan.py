@@ -17,6 +17,7 @@ from .facts import is_tame, linear_scale, needs_residual
 from .spec import KernelSpec
 
 _ZERO = const(0.0)
+DRAWS = 1 << 16  # outcomes of one draw of dropout
 _INDICES = ("b", "h", "q_idx", "kv_idx")
 
 
@@ -117,7 +118,7 @@ def _common(spec: KernelSpec) -> dict[str, Any]:
         "captures": capture_parameters(spec),
         "sizes": size_parameters(spec),
         "drop": program.drop or 0.0,
-        "survivor": repr(1.0 / (1.0 - program.drop)) if program.drop and program.drop < 1.0 else "0.0",
+        **_dropout(program.drop or 0.0),
         "empty": program.empty is not None,
         "has_sink": program.sink is not None,
         "has_weight": program.weight is not None,
@@ -133,6 +134,12 @@ def _common(spec: KernelSpec) -> dict[str, Any]:
         "precision": f', input_precision="{spec.precision}"' if spec.precision else "",
         "causal_like": _stops_late(kv_region(program)),
     }
+
+
+def _dropout(p: float) -> dict[str, Any]:
+    """Draws have 16 bits: the probability is the nearest multiple of 2^-16, the scale that of those that survive."""
+    threshold = round(p * DRAWS)
+    return {"threshold": threshold, "survivor": repr(DRAWS / (DRAWS - threshold)) if threshold < DRAWS else "0.0"}
 
 
 def _stops_late(region: Region) -> bool:

@@ -3,7 +3,7 @@
     python compile_without_gpu.py '<json list of jobs>'
 
 A job is [name, template, program, captures [[dtype, ndim], ...], dtype, d, target]; the answer is one JSON object,
-{name: {"regs", "spill_bytes", "shared", "shared_limit"}} or {name: {"error"}}. A process of its own, since the
+{name: {"regs", "spill_bytes", "shared", "shared_limit", "instructions"}} or {name: {"error"}}. A process of its own, since the
 interpreter replaces triton.jit.
 """
 
@@ -98,7 +98,10 @@ def main() -> None:
         spec = KernelSpec(program, facts, dtype, d, d, precision="ieee" if dtype == "float32" else None)
         try:
             kernel = build(template, spec, target)
-            answer[name] = {**resources(kernel), "shared": kernel.metadata.shared, "shared_limit": SHARED[target]}
+            answer[name] = {
+                **resources(kernel), "shared": kernel.metadata.shared, "shared_limit": SHARED[target],
+                "instructions": kernel.asm.get("ptx", "").count(";"),
+            }  # fmt: skip
         except Exception as e:
             answer[name] = {"error": f"{type(e).__name__}: {e}"[:2000]}
     print(json.dumps(answer))

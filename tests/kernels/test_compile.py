@@ -30,6 +30,7 @@ for kernel in [*KERNELS, "backward_capture"]:
     JOBS[f"sm_90 bias {kernel}"] = [kernel, BIAS, FACTS, "bfloat16", 64, "sm_90"]
 for kernel in KERNELS:
     JOBS[f"sm_90 dropout {kernel}"] = [kernel, DROP, FACTS, "float16", 128, "sm_90"]
+    JOBS[f"sm_90 no dropout {kernel}"] = [kernel, DROP.replace("drop = 0.1; ", ""), FACTS, "float16", 128, "sm_90"]
 JOBS["sm_90 float32 forward"] = ["forward", CAUSAL, [], "float32", 64, "sm_90"]
 JOBS["sm_90 column backward_capture"] = [
     "backward_capture",
@@ -76,3 +77,12 @@ def test_compiles(compiled: dict[str, dict], name: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_hopper_does_not_spill(compiled: dict[str, dict], kernel: str) -> None:
     assert compiled[f"sm_90 causal {kernel}"]["spill_bytes"] <= 32, compiled[f"sm_90 causal {kernel}"]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "elements", "most"), [("forward", 64, 20), ("backward_dq", 32, 20), ("backward_dkdv", 32, 50)]
+)
+def test_dropout_shares_its_draws(compiled: dict[str, dict], kernel: str, elements: int, most: int) -> None:
+    """PTX instructions per score and thread; one Philox call for each score takes 78."""
+    dropped, plain = (compiled[f"sm_90 {name} {kernel}"]["instructions"] for name in ("dropout", "no dropout"))
+    assert dropped - plain <= most * elements

@@ -18,6 +18,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton")
 
 from flash_fx.kernels import launch, tiles
+from flash_fx.kernels.plan import DRAWS
 from flash_fx.kernels.tiles import Tile
 from flash_fx.score.evaluate import reference
 from flash_fx.score.text import parse
@@ -270,8 +271,47 @@ def test_dropout(extra: str) -> None:
     assert torch.equal(alive, again != 0)
     if "keep" not in extra:
         assert abs(alive.float().mean().item() - 0.6) < 0.05
-    results = [autograd(tensors, captures, [], program, t, drop_mask=alive) for t in (torch.float32, torch.float64)]
+    assert program.drop is not None
+    scale = (1.0 - program.drop) / (1.0 - round(program.drop * DRAWS) / DRAWS)  # of the draws' own probability
+    mask = alive.double() * scale
+    results = [
+        autograd(tensors, captures, [], program, t, drop_mask=mask.to(t)) for t in (torch.float32, torch.float64)
+    ]
     compare(ours, *results, torch.float32)
+
+
+@pytest.mark.parametrize("tile", [Tile(64, 32, 4, 1), Tile(16, 64, 4, 1), Tile(32, 128, 4, 1)], ids=str)
+def test_dropout_is_the_same_in_every_pass_and_tile(tile: Tile) -> None:
+    """With all weights alike, the gradient of V under DO = identity is the pattern of dropout, transposed."""
+    program, seed = parse("score = score * 0.0; drop = 0.5"), torch.tensor([5, 77])
+    q, k = torch.zeros(1, 2, 70, 16), torch.zeros(1, 1, 70, 16)
+    eye = torch.eye(70)[None, None]
+    with tiles.override(SMALL):
+        out, lse = launch.forward(q, k, eye, [], [], seed, program)
+    with tiles.override(tile):
+        again, _ = launch.forward(q, k, eye, [], [], seed, program)
+        backward = [
+            launch.backward(one, q, k, eye, [], [], seed, out, lse, program, [False, False, True])[0]
+            for one in (torch.stack([eye[0, 0], torch.zeros(70, 70)])[None], torch.stack([torch.zeros(70, 70), eye[0, 0]])[None])
+        ]  # fmt: skip
+    assert torch.equal(out, again)
+    assert torch.equal(torch.cat(backward, 1).mT != 0, out != 0)
+
+
+def test_draws_are_independent_of_their_neighbours() -> None:
+    program, eye = parse("drop = 0.25"), torch.eye(128)[None, None]
+    q, k = torch.zeros(2, 2, 128, 16), torch.zeros(2, 1, 128, 16)
+    alive = [
+        (launch.forward(q, k, eye.expand(2, 1, -1, -1), [], [], torch.tensor(s), program)[0] != 0).double() - 0.75
+        for s in ([1, 0], [2, 0])
+    ]
+    a = alive[0]
+    assert abs(a.mean().item()) < 0.006  # 3.5 standard deviations of 65536 draws
+    moved = [
+        a.roll(shift, axis) for shift, axis in ((1, 2), (8, 2), (1, 3), (2, 3), (4, 3), (8, 3), (16, 3), (1, 0), (1, 1))
+    ]
+    for other in [*moved, a.mT, alive[1]]:
+        assert abs((a * other).mean().item()) / 0.1875 < 0.02
 
 
 def test_strides_are_free() -> None:
