@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import cpu_sdpa
+from .scatter import add_by_index
 from .score.evaluate import Evaluator, evaluate_load
 from .score.expr import SCORE, Expr, Load, Program, captures_in, const
 from .score.grad import derivative, loads_of
@@ -313,10 +314,7 @@ def _scatter_load(tile: _Tile, node: Load, values: Tensor, grad: Tensor | None) 
     flat = flat.expand(torch.broadcast_shapes(flat.shape, (1, 1, 1, 1)))
     # the sum over what the index does not depend on first; a value that does not depend on it counts once per reader
     values = values.expand(torch.broadcast_shapes(values.shape, flat.shape)).sum_to_size(flat.shape)
-    if grad.device.type == "cpu":
-        grad.view(-1).index_add_(0, flat.reshape(-1), values.reshape(-1))  # sequential
-    else:
-        grad.view(-1).index_put_((flat.reshape(-1),), values.reshape(-1), accumulate=True)  # sorts: no atomics
+    add_by_index(grad.view(-1), flat.reshape(-1), values.reshape(-1))
 
 
 def _spread_nan(grad_value: Tensor, lse: Tensor) -> None:

@@ -48,6 +48,8 @@ CASES = [
     Case("bias_turned", "score = score * 0.35 + c0[kv_idx, h, q_idx]", ["N H M"]),
     Case("table", "score = score * 0.35 + c0[h, c1[q_idx, kv_idx]]", ["H 5", "M N:int5"]),
     Case("table_of_distance", "score = score + c0[minimum(abs(kv_idx - q_idx), 4), h]", ["5 H"]),
+    Case("bias_of_groups", "score = score * 0.35 + c0[b // 2, h // 2, q_idx, kv_idx]", ["1 2 M N"]),
+    Case("bias_of_folded_heads", "score = score * 0.35 + c0[b * 4 + h, 0, kv_idx + s0]", ["8 1 55"], [2]),
     Case("bias_twice", "score = score * c0[h] + c0[h] * c0[b]", ["H"]),
     Case("sink", "score = score * 0.35; keep = kv_idx < q_idx; sink = c0[h]", ["H"]),
     Case("softmax1", "score = score * 0.35; sink = 0.0"),

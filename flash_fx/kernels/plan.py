@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..score.expr import SCORE, Const, Expr, Load, Name, Program, const, names_in
+from ..score.expr import INDEX_NAMES, SCORE, Const, Expr, Load, Name, Program, const, names_in
 from ..score.grad import derivative, loads_of
 from ..score.region import Region, kv_region, q_region
 from .emit import LN2, LOG2E, Emitter, Place, capture_parameters, literal, range_lines, size_parameters
@@ -18,7 +18,6 @@ from .spec import KernelSpec
 
 _ZERO = const(0.0)
 DRAWS = 1 << 16  # outcomes of one draw of dropout
-_INDICES = ("b", "h", "q_idx", "kv_idx")
 
 
 @dataclass
@@ -43,10 +42,16 @@ class Phase:
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of one place where a capture is read: which of the four indices the element depends on."""
+    """The gradient of one place where a capture is read, and what indexes the result of its kernel.
+
+    `axes`     of b, h, q_idx, kv_idx, in this order; the kernel sums over the others
+    `grouped`  dimensions of the capture whose index is a function of b or of h alone, such as `b // 2`. A kernel for
+               tiles sums the members of a group, so that no [B, H, M, N] buffer is needed.
+    """
 
     load: Load
-    axes: tuple[str, ...]  # subset of b, h, q_idx, kv_idx, in the order of the capture's dimensions
+    axes: tuple[str, ...]
+    grouped: tuple[int, ...] = ()
 
     @property
     def mode(self) -> str:
@@ -55,32 +60,46 @@ class Gradient:
             return "row"
         return "tile" if "q_idx" in self.axes else "column"
 
+    @property
+    def plain(self) -> dict[int, str]:
+        """Dimensions whose index is the name of an axis that no other dimension depends on."""
+        return {d: _only_reader(self.load, d) for d in range(len(self.load.args)) if _only_reader(self.load, d)}
+
+    @property
+    def scattered(self) -> tuple[int, ...]:
+        """Dimensions whose positions are computed and summed by after the kernel."""
+        direct = {*self.plain, *self.grouped}
+        return tuple(d for d, i in enumerate(self.load.args) if d not in direct and not isinstance(i, Const))
+
+
+def _only_reader(load: Load, dim: int) -> str:
+    """The index name that is all of this dimension's index and in no other, "" if there is none."""
+    index = load.args[dim]
+    others = [i for d, i in enumerate(load.args) if d != dim]
+    alone = isinstance(index, Name) and index.head in INDEX_NAMES and index.head not in names_in(*others)
+    return index.head if alone else ""
+
+
+def _grouped(load: Load, name: str) -> tuple[int, ...]:
+    """The dimensions that depend on the name, if they depend on nothing else and one is more than the name itself."""
+    names = [names_in(i) & set(INDEX_NAMES) for i in load.args]
+    dims = tuple(d for d, found in enumerate(names) if name in found)
+    alone = all(names[d] == {name} for d in dims)
+    return dims if alone and not any(_only_reader(load, d) for d in dims) else ()
+
 
 def gradients_of(program: Program, capture: int) -> list[Gradient]:
-    """The places of score and weight through which the capture has a gradient.
-
-    Raises NotImplementedError where an index is neither constant nor one of four distinct names.
-    """
-    found = []
-    for node in loads_of(program, capture):
-        roots = [e for e in (program.score, program.weight) if e is not None]
-        if all(derivative(e, node) is _ZERO for e in roots):
-            continue
-        axes = tuple(i.head for i in node.args if isinstance(i, Name))
-        simple = all(isinstance(i, Const) or i.head in _INDICES for i in node.args) and len(set(axes)) == len(axes)
-        if not simple:
-            raise NotImplementedError(f"no gradient kernel for {node}: an index must be a constant or a distinct name")
-        found.append(Gradient(node, axes))
-    return found
+    """The places of score and weight through which the capture has a gradient."""
+    roots = [e for e in (program.score, program.weight) if e is not None]
+    loads = loads_of(program, capture)
+    return [_gradient(n) for n in loads if not all(derivative(e, n) is _ZERO for e in roots)]
 
 
-def can_differentiate(program: Program, capture: int) -> bool:
-    """Whether `backward` can compute the gradient of the capture. A sink's captures always can."""
-    try:
-        gradients_of(program, capture)
-    except NotImplementedError:
-        return False
-    return True
+def _gradient(load: Load) -> Gradient:
+    names = names_in(*load.args)
+    groups = {n: _grouped(load, n) for n in ("b", "h")} if {"q_idx", "kv_idx"} <= names else {}
+    axes = tuple(n for n in INDEX_NAMES if n in names and not groups.get(n))
+    return Gradient(load, axes, tuple(sorted(d for dims in groups.values() for d in dims)))
 
 
 # *** places ***
@@ -219,16 +238,18 @@ def _over_queries(spec: KernelSpec, slopes: dict[str, Expr], linear: bool) -> di
     return {"hoisted": [], "bounds": bounds, "per_head": per_head.take(), "phases": phases}
 
 
-def _one_tile(spec: KernelSpec, slopes: dict[str, Expr], linear: bool) -> dict[str, Any]:
-    """Text of a program that owns one tile and loops over batches and heads."""
+def _one_tile(spec: KernelSpec, slopes: dict[str, Expr], linear: bool, gradient: Gradient) -> dict[str, Any]:
+    """Text of a program that owns one tile and loops over batches and heads, those of its group if there is one."""
     program = spec.parsed
     outer = Emitter(spec, replace(_query_major(True), score="", extra=_TILE_RANGE))
     outer.hoist(_roots(program, *slopes.values()), frozenset({"b", "h", "score"}))
     hoisted = outer.take()
     bounds = range_lines(outer, kv_region(program), "n")
+    tests = [f"({outer.value(gradient.load.args[d], 'int')} == group_{d})" for d in gradient.grouped]
+    members = {"grouped": gradient.grouped, "member": outer.take(), "is_member": " & ".join(tests)}
     phase = Phase("tile", True, "", "")
     _fill(phase, Emitter(spec, _query_major(True), outer), program, linear, slopes)
-    return {"hoisted": hoisted, "bounds": bounds, "phases": [phase]}
+    return {"hoisted": hoisted, "bounds": bounds, "phases": [phase], **members}
 
 
 def _is_linear(program: Program) -> bool:
@@ -273,17 +294,19 @@ def backward_capture_context(spec: KernelSpec, gradient: Gradient) -> dict[str, 
     slopes = {"dload_score": derivative(program.score, gradient.load)}
     if program.weight is not None:
         slopes["dload_weight"] = derivative(program.weight, gradient.load)
-    build = {"row": _over_keys, "column": _over_queries, "tile": _one_tile}[gradient.mode]
     facts: dict[str, Any] = {"mode": gradient.mode, "load": str(gradient.load), **_NOTATION[gradient.mode]}
-    facts |= {f"has_{name}": axis in gradient.axes for name, axis in (("b", "b"), ("h", "h"))}
+    facts |= {"has_b": "b" in gradient.axes, "has_h": "h" in gradient.axes}
     common = _backward(spec)
-    return {**common, **build(spec, slopes, common["linear"]), **facts}
+    if gradient.mode == "tile":
+        return {**common, **_one_tile(spec, slopes, common["linear"], gradient), **facts}
+    over = _over_keys if gradient.mode == "row" else _over_queries
+    return {**common, **over(spec, slopes, common["linear"]), "grouped": (), **facts}
 
 
 _NOTATION = {
     "row": {"layout": "[B, H, M] float32", "notation": "Tiles are [BLOCK_M, BLOCK_N]."},
     "column": {"layout": "[B, H, N] float32", "notation": "Tiles are [BLOCK_N, BLOCK_M]."},
-    "tile": {"layout": "[B or 1, H or 1, M, N] any dtype", "notation": "Tiles are [BLOCK_M, BLOCK_N]."},
+    "tile": {"layout": "[groups, B or 1, H or 1, M, N] any dtype", "notation": "Tiles are [BLOCK_M, BLOCK_N]."},
 }
 
 CONTEXTS = {

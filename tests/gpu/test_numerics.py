@@ -123,6 +123,28 @@ def test_bias_gradient(dtype, shape):
     )
 
 
+def bias_of_groups(q, k, v, bias):
+    rows = bias.size(0)
+    scores = (q @ k.mT * 0.125).unflatten(0, (rows, -1)) + bias[:, None]
+    return (torch.tanh(scores.flatten(0, 1) / 5) * 5).softmax(-1) @ v
+
+
+def bias_of_folded_heads(q, k, v, bias):
+    return (torch.tanh((q @ k.mT * 0.125 + bias.view(*q.shape[:2], 1, -1)) / 5) * 5).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("fn", "shape"),
+    [(bias_of_groups, (2, 4, 300, 260)), (bias_of_groups, (2, 1, 300, 260)), (bias_of_folded_heads, (24, 260))],
+)
+def test_gradient_at_a_computed_index(dtype, fn, shape):
+    args = [*(randn(6, 4, n, 64, dtype=dtype) for n in (300, 260, 260)), randn(*shape, dtype=dtype)]
+    check(fn, args, slack=3.0)
+    compiled = torch.compile(fn, backend=flash_fx)
+    assert all(torch.equal(a, b) for a, b in zip(run(compiled, args), run(compiled, args), strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_padding_with_rows_that_hold_nothing(dtype):
     keep = (torch.arange(200, device="cuda") < torch.tensor([[200], [77], [0]], device="cuda")).int()

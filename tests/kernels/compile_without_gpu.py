@@ -70,7 +70,7 @@ def _type(name: str, spec: KernelSpec, constants: dict[str, Any]) -> str:
         return "*fp32"
     if name == "SEED":
         return "*i64"
-    if name in ("H", "G", "M", "N", "NUM_BH", "NUM_BK") or re.fullmatch(r"S\d+", name):
+    if name in ("H", "G", "M", "N", "NUM_BH", "NUM_BK") or re.fullmatch(r"S\d+|SIZE_\d+", name):
         return "i32"
     return "*" + TYPES[spec.dtype]
 
@@ -95,7 +95,8 @@ def main() -> None:
     answer = {}
     for name, template, program, captures, dtype, d, target in json.loads(sys.argv[1]):
         facts = tuple(CaptureFact(*c) for c in captures)
-        spec = KernelSpec(program, facts, dtype, d, d, precision="ieee" if dtype == "float32" else None)
+        precision, sizes = "ieee" if dtype == "float32" else None, len(set(re.findall(r"\bs\d+\b", program)))
+        spec = KernelSpec(program, facts, dtype, d, d, sizes, precision)
         try:
             kernel = build(template, spec, target)
             answer[name] = {

@@ -40,6 +40,14 @@ JOBS["sm_90 column backward_capture"] = [
     64,
     "sm_90",
 ]
+JOBS["sm_90 grouped backward_capture"] = [
+    "backward_capture",
+    "score = score * 0.125 + c0[b // s0, 0, h % 2, q_idx, kv_idx]",
+    [["bfloat16", 5]],
+    "bfloat16",
+    64,
+    "sm_90",
+]
 JOBS["sm_90 row backward_capture"] = [
     "backward_capture",
     "score = score * c0[h]",

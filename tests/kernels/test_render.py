@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("jinja2")
 
-from flash_fx.kernels.plan import CONTEXTS, can_differentiate, gradients_of
+from flash_fx.kernels.plan import CONTEXTS, gradients_of
 from flash_fx.kernels.render import cache_folder, render, store, template_folder
 from flash_fx.kernels.spec import CaptureFact, KernelSpec
 from flash_fx.score.text import parse
@@ -82,16 +82,23 @@ def test_source_of_a_loaded_kernel_can_be_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "text, answer",
+    "text, axes, grouped, scattered",
     [
-        ("score = score + c0[h, q_idx, kv_idx]", True),
-        ("score = score + c0[kv_idx, 0, q_idx]", True),
-        ("score = score + c0[q_idx, q_idx]", False),
-        ("score = score + c0[q_idx - kv_idx + 5]", False),
-        ("score = score + c0[c1[kv_idx]]", False),
-        ("keep = c0[q_idx - kv_idx] > 0.0", True),  # no gradient flows through a comparison
-        ("sink = c0[h + 1]", True),
+        ("score = score + c0[h, q_idx, kv_idx]", "h q_idx kv_idx", (), ()),
+        ("score = score + c0[kv_idx, 0, q_idx]", "q_idx kv_idx", (), ()),
+        ("score = score + c0[b // 2, h, q_idx, kv_idx]", "h q_idx kv_idx", (0,), ()),
+        ("score = score + c0[b // s0 % 3, b % s0, h // 2, kv_idx, q_idx]", "q_idx kv_idx", (0, 1, 2), ()),
+        ("score = score + c0[b * 2 + h, q_idx, kv_idx]", "b h q_idx kv_idx", (), (0,)),
+        ("score = score + c0[b // 2, kv_idx]", "b kv_idx", (), (0,)),
+        ("score = score + c0[b, q_idx + 1, kv_idx]", "b q_idx kv_idx", (), (1,)),
+        ("score = score + c0[q_idx, q_idx]", "q_idx", (), (0, 1)),
+        ("score = score + c0[h, c1[q_idx, kv_idx]]", "h q_idx kv_idx", (), (1,)),
     ],
 )
-def test_can_differentiate(text: str, answer: bool) -> None:
-    assert can_differentiate(parse(text), 0) is answer
+def test_what_a_gradient_is_indexed_by(text: str, axes: str, grouped: tuple, scattered: tuple) -> None:
+    (found,) = gradients_of(parse(text), 0)
+    assert (" ".join(found.axes), found.grouped, found.scattered) == (axes, grouped, scattered)
+
+
+def test_no_gradient_flows_through_a_comparison() -> None:
+    assert gradients_of(parse("keep = c0[q_idx - kv_idx] > 0.0; score = where(c0[b] > 0.0, score, 0.0)"), 0) == []
