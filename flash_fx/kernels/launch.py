@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ..scatter import sum_by_index
-from ..score.evaluate import Evaluator, evaluate
+from ..score.evaluate import Evaluator, evaluate, fill_top
 from ..score.expr import INDEX_NAMES, Const, Load, Program, captures_in
+from ..score.fill import fill_of
 from .facts import needs_residual
 from .plan import Gradient, gradients_of
 from .render import load_kernel
@@ -141,6 +142,7 @@ class _Run:
         self.hk, self.n = key.shape[1], key.shape[2]
         self.spec = _checked(make_spec(query, value, captures, len(sizes), program))
         self.exact = not needs_residual(self.spec)
+        self.skips = program.keep is not None or fill_of(program) is not None
         self.operands = {
             "Q": query, "K": key, "V": value,
             **strides("q", "bhmd", query), **strides("k", "bhnd", key), **strides("v", "bhnd", value),
@@ -151,6 +153,14 @@ class _Run:
         self.lengths = {f"S{i}": s for i, s in enumerate(sizes)}
         self.lengths |= {"H": self.h, "G": self.h // self.hk, "M": self.m, "N": self.n, "NUM_BH": self.b * self.h}
         self.seeded = {"SEED": seed} if program.drop else {}
+        self.filling = self._filling()
+
+    def _filling(self) -> dict[str, Tensor]:
+        """TOP where a finite fill adds to scores, so that only these can tell how large the sum gets."""
+        fill = fill_of(self.program)
+        if fill is None or isinstance(fill.top, Const) or _is_empty(self.b, self.h, self.m, self.n):
+            return {}
+        return {"TOP": fill_top(fill.top, self.query, self.key, self.captures, self.sizes)}
 
     def tile(self, kind: str) -> Tile:
         return tile_for(kind, self.spec, shared_memory(self.query.device))
@@ -158,12 +168,13 @@ class _Run:
     def dims(self, tile: Tile) -> dict[str, Any]:
         return {
             "D": self.spec.d, "D_V": self.spec.dv, "BLOCK_D": padded(self.spec.d), "BLOCK_DV": padded(self.spec.dv),
-            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP": GROUP if self.program.keep is not None else 1,
+            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP": GROUP if self.skips else 1,
             "EVEN_M": divides(tile.block_m, self.m), "EVEN_N": divides(tile.block_n, self.n),
         }  # fmt: skip
 
     def launch(self, template: str, tile: Tile, programs: Size, *context: Any, **arguments: Any) -> None:
         kernel = load_kernel(template, self.spec, *context)
+        arguments |= {name: value for name, value in self.filling.items() if name in kernel.arg_names}
         if self.spec.interpret:
             kernel[(programs,)](**arguments)
         else:
@@ -175,6 +186,8 @@ class _Run:
     def delta(self, grad_out: Tensor, out: Tensor, lse: Tensor) -> dict[str, Any]:
         """Arguments that all backward kernels share: the rows, and grad_out."""
         lse = lse.contiguous()
+        if fill_of(self.program) is not None and not _is_empty(self.m):
+            self.filling["LOW"] = lse.amin(-1)
         delta = torch.empty_like(lse)
         rows = {"DO": grad_out, **strides("g", "bhmd", grad_out), "DELTA": delta}
         more: dict[str, Any] = {}

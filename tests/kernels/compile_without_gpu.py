@@ -66,7 +66,7 @@ def _type(name: str, spec: KernelSpec, constants: dict[str, Any]) -> str:
         if last:
             constants[name] = 1
         return "constexpr" if last else "i32"
-    if name in ("LSE", "DELTA", "RESIDUAL"):
+    if name in ("LSE", "DELTA", "RESIDUAL", "TOP", "LOW"):
         return "*fp32"
     if name == "SEED":
         return "*i64"

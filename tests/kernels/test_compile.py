@@ -19,6 +19,10 @@ BIAS = (
 )
 FACTS = [["bfloat16", 3], ["bool", 2], ["float32", 1]]
 DROP = "score = score * 0.125; drop = 0.1; weight = c2[h]"
+FILLS = {
+    "select": "score = where(kv_idx <= q_idx, score * 0.125, -1e9)",
+    "added": "score = score * 0.125 + where(kv_idx <= q_idx, 0.0, -3.4028234663852886e+38) + c0[h, q_idx, kv_idx]",
+}
 KERNELS = ["forward", "delta", "backward_dkdv", "backward_dq"]
 TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
 
@@ -31,6 +35,9 @@ for kernel in [*KERNELS, "backward_capture"]:
 for kernel in KERNELS:
     JOBS[f"sm_90 dropout {kernel}"] = [kernel, DROP, FACTS, "float16", 128, "sm_90"]
     JOBS[f"sm_90 no dropout {kernel}"] = [kernel, DROP.replace("drop = 0.1; ", ""), FACTS, "float16", 128, "sm_90"]
+    for form, score in FILLS.items():
+        JOBS[f"sm_90 {form} fill {kernel}"] = [kernel, score, FACTS[:1], "bfloat16", 64, "sm_90"]
+JOBS["sm_90 added fill backward_capture"] = ["backward_capture", FILLS["added"], FACTS[:1], "bfloat16", 64, "sm_90"]
 JOBS["sm_90 float32 forward"] = ["forward", CAUSAL, [], "float32", 64, "sm_90"]
 JOBS["sm_90 column backward_capture"] = [
     "backward_capture",

@@ -22,6 +22,10 @@ BIASED = KernelSpec(
     "weight = c0[0, q_idx, kv_idx]; drop = 0.1",
     (CaptureFact("bfloat16", 3), CaptureFact("bool", 2), CaptureFact("float32", 1)), "float16", 40, 72, 2,
 )  # fmt: skip
+FILLED = replace(
+    CAUSAL, program="score = score * 0.125 + where(kv_idx <= q_idx, 0.0, -1e9) + c0[h, q_idx, kv_idx]",
+    captures=(CaptureFact("float32", 3),),
+)  # fmt: skip
 
 
 def _render_all(spec: KernelSpec) -> dict[str, str]:
@@ -31,7 +35,7 @@ def _render_all(spec: KernelSpec) -> dict[str, str]:
     return texts
 
 
-@pytest.mark.parametrize("spec", [CAUSAL, BIASED], ids=["causal", "biased"])
+@pytest.mark.parametrize("spec", [CAUSAL, BIASED, FILLED], ids=["causal", "biased", "filled"])
 def test_files_are_plain_python(spec: KernelSpec) -> None:
     for name, text in _render_all(spec).items():
         tree = ast.parse(text)
@@ -53,6 +57,18 @@ def test_scale_is_folded_into_exp2_and_causal_has_one_unmasked_loop() -> None:
     text = render("forward", CAUSAL)
     assert "p = tl.math.exp2(s * 0.18033688011112042 - (m_use * 0.18033688011112042)[:, None])" in text
     assert text.count("for start_n in") == 2 and text.count("offs_n[None, :] <= offs_m[:, None]") == 1
+
+
+def test_a_fill_is_a_mask_that_full_tiles_do_not_compute() -> None:
+    spec = replace(CAUSAL, program="score = where(kv_idx <= q_idx, score * 0.125, -1e9)")
+    text = render("forward", spec)
+    middle = text[text.index("# middle") : text.index("# tail")]
+    assert "s = qk\n" in middle and "tl.where(t" not in middle and "m_i = m_i * 0.125  # natural units" in middle
+    assert text.count("<= offs_m[:, None]") == 2 and "if may_count(m_i, top, mask_m):" in text
+    assert "may_count" not in render("backward_dq", spec)  # nothing flows through what was replaced
+    assert "may_count" in render(
+        "backward_dq", replace(spec, program="score = score + where(kv_idx <= q_idx, 0.0, -1e9)")
+    )
 
 
 def test_key_is_the_identity_of_a_spec() -> None:
