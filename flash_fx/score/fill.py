@@ -19,7 +19,7 @@ from .expr import BOOL_RESULT, KV, KV_LEN, Q_LEN, SCORE, Const, Expr, Load, Name
 from .region import kv_region
 from .simplify import make
 
-FILL_LIMIT = -1e4  # a finite fill at or below is meant as "masked"
+FILL_LIMIT = -9900.0  # a finite fill at or below is meant as "masked"; -1e4 is -9984 in bfloat16
 MARGIN = 104.0  # exp(-104) is below half of the least float32
 MARGIN64 = 746.0  # the same for float64
 

@@ -24,6 +24,7 @@ CAUSAL = "kv_idx <= q_idx"
     (f"score + c0[b, kv_idx] + where({CAUSAL}, 0.0, -1e9)", "score + c0[b, kv_idx]", "c0 + c2 + -1000000000.0"),
     (f"where({CAUSAL}, score, -1e9) - c0[h]", "score - c0[h]", "-1000000000.0 - c1"),
     (f"where(c0[b, kv_idx], where({CAUSAL}, score, -1e5), -1e9)", "where(c0[b, kv_idx], score, -1000000000.0)", "-100000.0"),
+    (f"where({CAUSAL}, score, -9984.0)", "score", "-9984.0"),
     (f"where({CAUSAL}, tanh(score) * c0[h], -1e4)", "tanh(score) * c0[h]", "-10000.0"),
 ])  # fmt: skip
 def test_finite_fill(text: str, inside: str, top: str) -> None:
