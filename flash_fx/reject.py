@@ -35,11 +35,6 @@ class Reason(Enum):
         "a detach or no_grad inside the attention stops a gradient that the fused operator would let through",
         "detach query and key before the product instead",
     )
-    CAPTURE_GRADIENT = (
-        "capture-gradient",
-        "a captured tensor needs a gradient through an index that is not one position per axis",
-        "materialise the bias before adding it to the scores",
-    )
     OPERAND = (
         "operand",
         "query, key or value cannot be written as a [batch, heads, length, head_dim] tensor",

@@ -3,7 +3,8 @@
     out, lse = forward(query, key, value, [slopes], [], None, parse("score = score + c0[h] * (kv_idx - q_idx)"), False)
 
 Computes in float32 (float64 for float64 operands). A tile holds whole rows, so its softmax needs no rescaling and the
-backward repeats it instead of reading `lse`. Keys that `score/region.py` proves dropped for a tile are not touched.
+backward repeats it instead of reading `lse`. Keys that `score/region.py` proves dropped for a tile are not touched, nor
+those under a finite fill (`score/fill.py`) where all rows lie clear of it.
 Deterministic. Dropout bits are a function of the seed and the tile, and the tiles one of shapes and program.
 """
 
@@ -11,15 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from . import cpu_sdpa
-from .score.evaluate import Evaluator, evaluate_load
+from .scatter import add_by_index
+from .score.evaluate import Evaluator, evaluate_load, fill_top
 from .score.expr import SCORE, Expr, Load, Program, captures_in, const
+from .score.fill import MARGIN, MARGIN64, Fill, fill_of
 from .score.grad import derivative, loads_of
-from .score.region import bound_value, kv_region
+from .score.region import Region, bound_value, kv_region
 
 TILE_ELEMENTS = 4 << 20  # scores of one tile: 16 MB in float32
 MIN_ROWS = 16
@@ -117,13 +121,29 @@ class _Job:
     def dtype(self) -> torch.dtype:
         return torch.float64 if self.query.dtype == torch.float64 else torch.float32
 
+    @cached_property
+    def near(self) -> Region:
+        """The keys that are dropped by no mask and covered by no finite fill."""
+        return kv_region(self.program if self.fill is None else self.fill.inner(self.program))
+
+    @property
+    def fill(self) -> Fill | None:
+        return fill_of(self.program)
+
+    @cached_property
+    def clear(self) -> Tensor:
+        """Where the maximum of a row is greater, no filled key has a weight. []"""
+        assert self.fill is not None
+        top = fill_top(self.fill.top, self.query, self.key, self.captures, self.sizes, self.dtype)
+        return top + (MARGIN64 if self.dtype == torch.float64 else MARGIN)
+
     def batches(self) -> Iterator[_Part]:
         """Slices of the batch, one unless MIN_ROWS rows of the whole batch are more than a tile should hold."""
         batch, heads, rows, _ = self.query.shape
         row = max(1, heads * self.key.shape[2])
         size = min(max(1, batch), max(1, TILE_ELEMENTS // (row * MIN_ROWS)))
         height = max(MIN_ROWS, TILE_ELEMENTS // (row * size) // MIN_ROWS * MIN_ROWS)
-        if kv_region(self.program).is_bounded:
+        if self.near.is_bounded:
             height = min(height, max(4 * MIN_ROWS, -(-rows // BOUNDED_TILES)))
         for b in range(0, batch, size):
             yield _Part(self, slice(b, min(b + size, batch)), height)
@@ -145,17 +165,24 @@ class _Part:
         return folded.view(folded.shape[0], self.heads, count, folded.shape[-1])
 
     def tiles(self) -> Iterator[_Tile]:
-        total = self.job.query.shape[2]
-        region, tiles_of_part = kv_region(self.job.program), -(-total // self.height)
+        job, total = self.job, self.job.query.shape[2]
+        tiles_of_part = -(-total // self.height)
         for i, start in enumerate(range(0, total, self.height)):
-            stop = min(start + self.height, total)
-            values = {"q0": start, "q1": stop - 1, "q_len": total, "kv_len": self.k.shape[2]}
-            values |= {f"s{j}": int(s) for j, s in enumerate(self.job.sizes)}
-            lo = 0 if region.lo is None else bound_value(region.lo, values)
-            hi = self.k.shape[2] if region.hi is None else bound_value(region.hi, values)
-            lo = min(max(lo, 0), self.k.shape[2])
-            number = self.batch.start * tiles_of_part + i
-            yield _Tile(self, slice(start, stop), slice(lo, max(lo, min(hi, self.k.shape[2]))), number)
+            rows, number = slice(start, min(start + self.height, total)), self.batch.start * tiles_of_part + i
+            tile = _Tile(self, rows, self._keys(job.near, rows), number)
+            if job.fill is not None and not tile.is_clear():
+                tile = _Tile(self, rows, self._keys(kv_region(job.program), rows), number)
+            yield tile
+
+    def _keys(self, region: Region, rows: slice) -> slice:
+        """The keys of the region for these rows."""
+        keys = self.k.shape[2]
+        values = {"q0": rows.start, "q1": rows.stop - 1, "q_len": self.job.query.shape[2], "kv_len": keys}
+        values |= {f"s{j}": int(s) for j, s in enumerate(self.job.sizes)}
+        lo = 0 if region.lo is None else bound_value(region.lo, values)
+        hi = keys if region.hi is None else bound_value(region.hi, values)
+        lo = min(max(lo, 0), keys)
+        return slice(lo, max(lo, min(hi, keys)))
 
 
 class _Tile:
@@ -184,11 +211,21 @@ class _Tile:
         """The value, broadcastable to [B, H, m, n]; nodes shared between expressions are computed once."""
         return self._evaluator.run(expr)
 
+    def scores(self) -> Tensor:
+        """[B, H, m, n], -inf where not kept"""
+        s = self.run(self.program.score).to(self.q.dtype).expand(self.shape)
+        return s if self.program.keep is None else torch.where(self.run(self.program.keep), s, -torch.inf)
+
+    def is_clear(self) -> bool:
+        """Whether filled keys that the tile leaves out have no weight in any row."""
+        job, keys = self.part.job, self.part.k.shape[2]
+        if self.keys == slice(0, keys):
+            return True
+        return self.shape[-1] > 0 and bool((self.scores().amax(-1) > job.clear).all())
+
     def softmax(self) -> tuple[Tensor, Tensor]:
         """p [B, H, m, n] before dropout and weight, and lse [B, H, m, 1]."""
-        s = self.run(self.program.score).to(self.q.dtype).expand(self.shape)
-        if self.program.keep is not None:
-            s = torch.where(self.run(self.program.keep), s, -torch.inf)
+        s = self.scores()
         top = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:-1], 1), -torch.inf)
         sink = self.sink()
         if sink is not None:
@@ -313,10 +350,7 @@ def _scatter_load(tile: _Tile, node: Load, values: Tensor, grad: Tensor | None) 
     flat = flat.expand(torch.broadcast_shapes(flat.shape, (1, 1, 1, 1)))
     # the sum over what the index does not depend on first; a value that does not depend on it counts once per reader
     values = values.expand(torch.broadcast_shapes(values.shape, flat.shape)).sum_to_size(flat.shape)
-    if grad.device.type == "cpu":
-        grad.view(-1).index_add_(0, flat.reshape(-1), values.reshape(-1))  # sequential
-    else:
-        grad.view(-1).index_put_((flat.reshape(-1),), values.reshape(-1), accumulate=True)  # sorts: no atomics
+    add_by_index(grad.view(-1), flat.reshape(-1), values.reshape(-1))
 
 
 def _spread_nan(grad_value: Tensor, lse: Tensor) -> None:

@@ -48,6 +48,8 @@ CASES = [
     Case("bias_turned", "score = score * 0.35 + c0[kv_idx, h, q_idx]", ["N H M"]),
     Case("table", "score = score * 0.35 + c0[h, c1[q_idx, kv_idx]]", ["H 5", "M N:int5"]),
     Case("table_of_distance", "score = score + c0[minimum(abs(kv_idx - q_idx), 4), h]", ["5 H"]),
+    Case("bias_of_groups", "score = score * 0.35 + c0[b // 2, h // 2, q_idx, kv_idx]", ["1 2 M N"]),
+    Case("bias_of_folded_heads", "score = score * 0.35 + c0[b * 4 + h, 0, kv_idx + s0]", ["8 1 55"], [2]),
     Case("bias_twice", "score = score * c0[h] + c0[h] * c0[b]", ["H"]),
     Case("sink", "score = score * 0.35; keep = kv_idx < q_idx; sink = c0[h]", ["H"]),
     Case("softmax1", "score = score * 0.35; sink = 0.0"),
@@ -60,6 +62,12 @@ CASES = [
     Case("finite_fill", "score = where(kv_idx <= q_idx, score * 0.35, -10000.0)"),
     Case("finite_fill_rows", "score = where(kv_idx < q_idx, score * 0.35, -1e9)"),
     Case("finite_fill_added", "score = score * 0.35 + where(kv_idx <= q_idx - 5, 0.0, -1e4)"),
+    Case("finite_fill_window", "score = where(abs(kv_idx - q_idx) < 5, score * 0.35, -1e9)", shape=SELF),
+    Case("finite_fill_above", "score = where(kv_idx <= q_idx, score * 50.0 - 9900.0, -1e4)", shape=SELF),
+    Case("finite_fill_added_above", "score = score * 50.0 - 9900.0 + where(kv_idx <= q_idx, 0.0, -1e4)", shape=SELF),
+    Case("finite_fill_of_tiles", "score = where(kv_idx < q_idx - 20, score, -1e9) + c0[h, kv_idx]", ["H N"], shape=SELF),
+    Case("finite_fill_and_keep", "score = where(kv_idx < q_idx, score, -1e9); keep = c0[b, kv_idx]", ["B N:bool"]),
+    Case("finite_fill_and_sink", "score = where(kv_idx < q_idx, score, -1e4); sink = c0[h]", ["H"]),
     Case("empty_rows", "score = score * 0.35; keep = kv_idx < q_idx - 20; empty = 0.0"),
     Case("nan_rows", "score = score * 0.35; keep = (kv_idx < q_idx) & (b < 1)"),
 ]  # fmt: skip
@@ -282,12 +290,16 @@ def test_causal_skips_almost_half(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "TILE_ELEMENTS", 1 << 22)
     q, k = torch.randn(1, 2, 1024, 8), torch.randn(1, 1, 1024, 8)
     work = {}
-    for text in ("", "keep = kv_idx <= q_idx", "keep = (kv_idx <= q_idx) & (q_idx - kv_idx < 64)"):
+    masks = (
+        "", "keep = kv_idx <= q_idx", "keep = (kv_idx <= q_idx) & (q_idx - kv_idx < 64)",
+        "score = where(kv_idx <= q_idx, score, -1e9)", "score = score + where(kv_idx <= q_idx, 0.0, -1e9)",
+    )  # fmt: skip
+    for text in masks:
         with _Largest() as seen:
             tiled.forward(q, k, k, [], [], None, parse(text), False)
         work[text] = seen.products
-    everything, causal, window = work.values()
-    assert causal < 0.57 * everything and window < 0.25 * everything
+    everything, causal, window, replaced, added = work.values()
+    assert causal < 0.57 * everything and window < 0.25 * everything and replaced == added == causal
 
 
 # *** PyTorch's own kernel ***

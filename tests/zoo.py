@@ -339,7 +339,12 @@ def bias_read_twice(q, k, v, bias):
     return (q @ k.mT * 0.25 + bias[:, None] * bias).softmax(-1) @ v
 
 
-@row(*qkv(m=N), T((N, N)), program="score = score * 0.25 + c0[q_idx, kv_idx]")
+@row(
+    *qkv(m=N),
+    T((N, N)),
+    program="score = score * 0.25 + c0[12 - q_idx, kv_idx]",
+    dynamic="score = score * 0.25 + c0[q_len - q_idx - 1, kv_idx]",
+)
 def bias_flipped(q, k, v, bias):
     return (q @ k.mT * 0.25 + bias.flip(0)).softmax(-1) @ v
 

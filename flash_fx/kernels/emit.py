@@ -395,3 +395,22 @@ def range_lines(emitter: Emitter, region: Region, axis: str) -> list[str]:
     end = f"tl.minimum({full_hi}, {length})" if full_hi else length
     lines.append(f"full_hi = tl.maximum({end} // {block} * {block}, full_lo)")
     return lines
+
+
+def filled_lines(emitter: Emitter, region: Region, axis: str, inner: Region) -> tuple[list[str], str]:
+    """Statements for the tiles that the region holds and `range_lines` of the inner one leaves out, and a tile's start.
+
+    `left` is their number, before and after the loop; the start is that of number `step`. first <= lo, stop >= hi.
+    """
+    block, length = f"BLOCK_{axis.upper()}", axis.upper()
+    first, stop = (None if e is None else emitter.value(e, "int") for e in (region.lo, region.hi))
+    lines = emitter.take()
+    lines.append(f"first = tl.maximum({first}, 0) // {block} * {block}" if first else "first = 0")
+    lines.append(f"stop = tl.minimum({stop}, {length})" if stop else f"stop = {length}")
+    lines.append(f"after = tl.maximum(tl.cdiv(tl.maximum(hi, 0), {block}) * {block}, lo)")
+    lines.append(f"left = tl.cdiv(tl.maximum(stop - after, 0), {block})")
+    if inner.lo is None:
+        return lines, f"after + step * {block}"
+    lines.append(f"before = tl.cdiv(tl.maximum(tl.minimum(lo, stop) - first, 0), {block})")
+    lines.append("left += before")
+    return lines, f"tl.where(step < before, first + step * {block}, after + (step - before) * {block})"

@@ -6,6 +6,7 @@ launch becomes a node of the traced graph (torch.library.wrap_triton).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -14,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..score.evaluate import evaluate
-from ..score.expr import Const, Program, captures_in
+from ..scatter import sum_by_index
+from ..score.evaluate import Evaluator, evaluate, fill_top
+from ..score.expr import INDEX_NAMES, Const, Load, Program, captures_in
+from ..score.fill import fill_of
 from .facts import needs_residual
 from .plan import Gradient, gradients_of
 from .render import load_kernel
@@ -105,8 +108,7 @@ def backward(
 ) -> list[Tensor]:
     """Gradients of query, key, value and captures where `needs` is true, in order, in the input's dtype and shape.
 
-    grad_out [B, H, M, Dv] may have any strides, zeros included. Raises NotImplementedError for a capture that
-    `can_differentiate` refuses.
+    grad_out [B, H, M, Dv] may have any strides, zeros included.
     """
     run = _Run(query, key, value, captures, sizes, seed, program)
     rows = run.delta(grad_out, out, lse)
@@ -140,6 +142,7 @@ class _Run:
         self.hk, self.n = key.shape[1], key.shape[2]
         self.spec = _checked(make_spec(query, value, captures, len(sizes), program))
         self.exact = not needs_residual(self.spec)
+        self.skips = program.keep is not None or fill_of(program) is not None
         self.operands = {
             "Q": query, "K": key, "V": value,
             **strides("q", "bhmd", query), **strides("k", "bhnd", key), **strides("v", "bhnd", value),
@@ -150,6 +153,14 @@ class _Run:
         self.lengths = {f"S{i}": s for i, s in enumerate(sizes)}
         self.lengths |= {"H": self.h, "G": self.h // self.hk, "M": self.m, "N": self.n, "NUM_BH": self.b * self.h}
         self.seeded = {"SEED": seed} if program.drop else {}
+        self.filling = self._filling()
+
+    def _filling(self) -> dict[str, Tensor]:
+        """TOP where a finite fill adds to scores, so that only these can tell how large the sum gets."""
+        fill = fill_of(self.program)
+        if fill is None or isinstance(fill.top, Const) or _is_empty(self.b, self.h, self.m, self.n):
+            return {}
+        return {"TOP": fill_top(fill.top, self.query, self.key, self.captures, self.sizes)}
 
     def tile(self, kind: str) -> Tile:
         return tile_for(kind, self.spec, shared_memory(self.query.device))
@@ -157,12 +168,13 @@ class _Run:
     def dims(self, tile: Tile) -> dict[str, Any]:
         return {
             "D": self.spec.d, "D_V": self.spec.dv, "BLOCK_D": padded(self.spec.d), "BLOCK_DV": padded(self.spec.dv),
-            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP": GROUP if self.program.keep is not None else 1,
+            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP": GROUP if self.skips else 1,
             "EVEN_M": divides(tile.block_m, self.m), "EVEN_N": divides(tile.block_n, self.n),
         }  # fmt: skip
 
     def launch(self, template: str, tile: Tile, programs: Size, *context: Any, **arguments: Any) -> None:
         kernel = load_kernel(template, self.spec, *context)
+        arguments |= {name: value for name, value in self.filling.items() if name in kernel.arg_names}
         if self.spec.interpret:
             kernel[(programs,)](**arguments)
         else:
@@ -174,6 +186,8 @@ class _Run:
     def delta(self, grad_out: Tensor, out: Tensor, lse: Tensor) -> dict[str, Any]:
         """Arguments that all backward kernels share: the rows, and grad_out."""
         lse = lse.contiguous()
+        if fill_of(self.program) is not None and not _is_empty(self.m):
+            self.filling["LOW"] = lse.amin(-1)
         delta = torch.empty_like(lse)
         rows = {"DO": grad_out, **strides("g", "bhmd", grad_out), "DELTA": delta}
         more: dict[str, Any] = {}
@@ -222,71 +236,117 @@ class _Run:
         """The sum over all places where the capture is read, in its dtype."""
         gradients = gradients_of(self.program, number)
         in_sink = self.program.sink is not None and number in captures_in(self.program.sink)
-        if len(gradients) == 1 and not in_sink and _covers(gradients[0]):
-            partial = self._partial(gradients[0], rows, capture.dtype)
-            return _reduce(partial, gradients[0], capture).to(capture.dtype)
+        if len(gradients) == 1 and not in_sink and self._covers(gradients[0], capture):
+            return self._place_gradient(gradients[0], rows, capture, capture.dtype).to(capture.dtype)
         total = capture.new_zeros(capture.shape, dtype=torch.float32)
         for gradient in gradients:
-            partial = _reduce(self._partial(gradient, rows, torch.float32), gradient, capture)
-            _place(total, gradient).add_(partial)
+            found = self._place_gradient(gradient, rows, capture, torch.float32)
+            _place(total, gradient, found).add_(found)
         if in_sink:
             total += self._sink_gradient(number, capture, rows["DELTA"], lse)
         return total.to(capture.dtype)
 
-    def _partial(self, gradient: Gradient, rows: dict[str, Any], dtype: torch.dtype) -> Tensor:
-        """[B, H, M, N] with size 1 where summed: b and h are left for `_reduce` unless both q_idx and kv_idx vary."""
+    def _place_gradient(self, gradient: Gradient, rows: dict[str, Any], capture: Tensor, dtype: torch.dtype) -> Tensor:
+        """The gradient of one place: the dimensions of the capture that are not indexed by a constant, in order."""
+        values, axes = _reduce(self._partial(gradient, rows, capture, dtype), gradient)
+        if gradient.scattered:
+            searched = [a for a in axes if isinstance(a, str)]
+            rest = [a for a in axes if not isinstance(a, str)]
+            values = values.permute([axes.index(a) for a in searched + rest])
+            index, size = self._positions(gradient.scattered, gradient.load, searched, capture)
+            shape = values.shape[len(searched) :]
+            values = sum_by_index(values.reshape(index.shape[0], *shape), index, size)
+            values = values.reshape([capture.shape[d] for d in gradient.scattered] + list(shape))
+            axes = [*gradient.scattered, *rest]
+        return values.permute([axes.index(d) for d in sorted(axes)])  # type: ignore[type-var]
+
+    def _covers(self, gradient: Gradient, capture: Tensor) -> bool:
+        """Every element of the capture is read, each by a point of its own."""
+        lengths = self._lengths()
+        whole = all(capture.shape[d] == lengths[axis] for d, axis in gradient.plain.items())
+        return whole and len(gradient.plain) + len(gradient.grouped) == capture.dim()
+
+    def _positions(
+        self, dims: Sequence[int], load: Load, searched: Sequence[str], capture: Tensor
+    ) -> tuple[Tensor, Size]:
+        """The flat position in these dimensions for every point of the searched axes, and how many positions exist."""
+        run = Evaluator(self._env(), self.captures, self.sizes, torch.float32).run
+        flat = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=capture.device)
+        size: Size = 1
+        for d in dims:
+            # a position beyond the end is read by a branch that is not taken, and has no gradient
+            at = run(load.args[d]).clamp(torch.zeros_like(flat), torch.zeros_like(flat) + (capture.shape[d] - 1))
+            flat, size = flat * capture.shape[d] + at, size * capture.shape[d]
+        shape = [length if n in searched else 1 for n, length in self._lengths().items()]
+        return flat.expand(shape).reshape(-1), size
+
+    def _lengths(self) -> dict[str, Size]:
+        return dict(zip(INDEX_NAMES, (self.b, self.h, self.m, self.n)))
+
+    def _env(self) -> dict[str, Any]:
+        """The index names as tensors along their own axes, so that symbolic lengths stay symbols."""
+        env: dict[str, Any] = {"q_len": self.m, "kv_len": self.n}
+        for axis, (name, length) in enumerate(self._lengths().items()):
+            shape = [1, 1, 1, 1]
+            shape[axis] = length
+            env[name] = torch.arange(length, device=self.query.device).view(shape)
+        return env
+
+    def _partial(self, gradient: Gradient, rows: dict[str, Any], capture: Tensor, dtype: torch.dtype) -> Tensor:
+        """[groups, B, H, M, N] with size 1 where summed: b and h are left for `_reduce` unless q_idx and kv_idx vary."""
         tile = self.tile("backward_capture")
         tiles_m, tiles_n = cdiv(self.m, tile.block_m), cdiv(self.n, tile.block_n)
-        b, h = self.b, self.h
+        groups = [capture.shape[d] for d in gradient.grouped]
+        shape = [*groups, self.b, self.h, self.m, self.n]
         if gradient.mode == "tile":
-            b, h = (size if name in gradient.axes else 1 for name, size in (("b", b), ("h", h)))
-            grad = self.query.new_empty((b, h, self.m, self.n), dtype=dtype)
-            programs = b * h * tiles_m * tiles_n
+            shape[-4:-2] = (size if n in gradient.axes else 1 for n, size in (("b", self.b), ("h", self.h)))
+            programs = math.prod(shape[:-2]) * tiles_m * tiles_n
         elif gradient.mode == "row":
-            grad = self.query.new_empty((b, h, self.m, 1), dtype=torch.float32)
-            programs = b * h * tiles_m
+            shape[-1], dtype = 1, torch.float32
+            programs = self.b * self.h * tiles_m
         else:
-            grad = self.query.new_empty((b, h, 1, self.n), dtype=torch.float32)
-            programs = b * h * tiles_n
-        if _is_empty(self.b, self.h, self.m, self.n):
+            shape[-2], dtype = 1, torch.float32
+            programs = self.b * self.h * tiles_n
+        grad = self.query.new_empty(shape, dtype=dtype)
+        if _is_empty(*groups, self.b, self.h, self.m, self.n):
             return grad.zero_()
-        self.launch("backward_capture", tile, programs, gradient, **rows, **self.dims(tile), GRAD=grad)
+        sizes = {f"SIZE_{d}": size for d, size in zip(gradient.grouped, groups)}
+        self.launch("backward_capture", tile, programs, gradient, **rows, **sizes, **self.dims(tile), GRAD=grad)
         return grad
 
     def _sink_gradient(self, number: int, capture: Tensor, delta: Tensor, lse: Tensor) -> Tensor:
         """dsink = -exp(sink - lse) * delta, through the sink's expression by autograd: [B, H, M] at most."""
-        env = {"b": range(self.b), "h": range(self.h), "q_idx": range(self.m), "q_len": self.m, "kv_len": self.n}
         with torch.enable_grad():
             leaf = capture.detach().to(torch.float32).requires_grad_()
             captures = [leaf if i == number else c for i, c in enumerate(self.captures)]
             assert self.program.sink is not None
-            sink = evaluate(self.program.sink, env, captures, self.sizes).expand(self.b, self.h, self.m, 1)
+            sink = evaluate(self.program.sink, self._env(), captures, self.sizes).expand(self.b, self.h, self.m, 1)
             slope = -torch.exp(sink.detach().squeeze(-1) - lse) * delta
             if self.program.empty is not None:
                 slope = torch.where(lse == -torch.inf, 0.0, slope)
             return torch.autograd.grad(sink, leaf, slope.unsqueeze(-1))[0]
 
 
-def _covers(gradient: Gradient) -> bool:
-    """Every element of the capture is read: no constant index, which may leave others out."""
-    return len(gradient.axes) == len(gradient.load.args)
+def _reduce(partial: Tensor, gradient: Gradient) -> tuple[Tensor, list[int | str]]:
+    """From [groups, B, H, M, N] to what the element depends on, and what each axis is: a dimension or a searched name."""
+    first = len(gradient.grouped)
+    unread = [first + i for i, n in enumerate(INDEX_NAMES) if n not in gradient.axes]
+    if unread:  # a tile's b and h are summed already
+        partial = partial.sum(unread) if gradient.mode != "tile" else partial.squeeze(tuple(unread))
+    dims = {axis: d for d, axis in gradient.plain.items()}
+    return partial, [*gradient.grouped, *(dims.get(axis, axis) for axis in gradient.axes)]
 
 
-def _reduce(partial: Tensor, gradient: Gradient, capture: Tensor) -> Tensor:
-    """From [B, H, M, N] to the dimensions of the capture that are not indexed by a constant, in their order."""
-    order = [("b", "h", "q_idx", "kv_idx").index(a) for a in gradient.axes]
-    rest = [i for i in range(4) if i not in order]
-    if rest and gradient.mode != "tile":  # a tile's b and h are already summed
-        partial = partial.sum(rest, keepdim=True)
-    return partial.permute(order + rest).reshape([partial.shape[i] for i in order])
-
-
-def _place(total: Tensor, gradient: Gradient) -> Tensor:
-    """The part of the capture's gradient that the load reads, as a view."""
+def _place(total: Tensor, gradient: Gradient, found: Tensor) -> Tensor:
+    """The part of the capture's gradient that `found` belongs to, as a view: loads may read a slice from the start."""
+    axis = found.dim()
     for dim in reversed(range(len(gradient.load.args))):
         index = gradient.load.args[dim]
         if isinstance(index, Const):
             total = total.select(dim, index.head)
+        else:
+            axis -= 1
+            total = total.narrow(dim, 0, found.shape[axis])
     return total
 
 

@@ -2,32 +2,46 @@
 
 A loop over tiles is split into phases: tiles that a mask cuts (head, tail), and the tiles between, where every
 position counts and no mask is computed. Each phase has its own text, because masked loads and `keep` belong to it.
+
+A finite fill (score/fill.py) counts as a mask. The tiles it covers are a last phase, which runs only where a row's
+maximum or LSE does not lie clear of the fill.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..score.expr import SCORE, Const, Expr, Load, Name, Program, const, names_in
+from ..score.expr import INDEX_NAMES, SCORE, Const, Expr, Load, Name, Op, Program, const, names_in, op
+from ..score.fill import MARGIN, Fill, fill_of
 from ..score.grad import derivative, loads_of
 from ..score.region import Region, kv_region, q_region
-from .emit import LN2, LOG2E, Emitter, Place, capture_parameters, literal, range_lines, size_parameters
+from .emit import LN2, LOG2E, Emitter, Place, capture_parameters, filled_lines, literal, range_lines, size_parameters
 from .facts import is_tame, linear_scale, needs_residual
 from .spec import KernelSpec
 
 _ZERO = const(0.0)
-_INDICES = ("b", "h", "q_idx", "kv_idx")
+DRAWS = 1 << 16  # outcomes of one draw of dropout
 
 
 @dataclass
 class Phase:
-    """One loop: `for start in range(start, stop, BLOCK)`. Texts of values are names or literals; "" where absent."""
+    """One loop: `for start in range(start, stop, BLOCK)`. Texts of values are names or literals; "" where absent.
+
+    `filled`  a loop over the tiles that only a finite fill reaches: start is that of number `step` of `left`
+    `linear`  scores are kept as the raw products, `scale` goes into exp2
+    `exact`   see Note [Large scores] in the templates; in a backward kernel, that no residual is needed
+    """
 
     name: str
     masked: bool
     start: str
-    stop: str
+    stop: str = ""
+    filled: bool = False
+    linear: bool = False
+    exact: bool = False
+    scale: float = 1.0
     score: list[str] = field(default_factory=list)
     s: str = ""
     keep: list[str] = field(default_factory=list)
@@ -39,13 +53,23 @@ class Phase:
     dload_score: str = ""
     dload_weight: str = ""
 
+    @property
+    def scale2(self) -> str:
+        return repr(self.scale * LOG2E)
+
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of one place where a capture is read: which of the four indices the element depends on."""
+    """The gradient of one place where a capture is read, and what indexes the result of its kernel.
+
+    `axes`     of b, h, q_idx, kv_idx, in this order; the kernel sums over the others
+    `grouped`  dimensions of the capture whose index is a function of b or of h alone, such as `b // 2`. A kernel for
+               tiles sums the members of a group, so that no [B, H, M, N] buffer is needed.
+    """
 
     load: Load
-    axes: tuple[str, ...]  # subset of b, h, q_idx, kv_idx, in the order of the capture's dimensions
+    axes: tuple[str, ...]
+    grouped: tuple[int, ...] = ()
 
     @property
     def mode(self) -> str:
@@ -54,32 +78,46 @@ class Gradient:
             return "row"
         return "tile" if "q_idx" in self.axes else "column"
 
+    @property
+    def plain(self) -> dict[int, str]:
+        """Dimensions whose index is the name of an axis that no other dimension depends on."""
+        return {d: _only_reader(self.load, d) for d in range(len(self.load.args)) if _only_reader(self.load, d)}
+
+    @property
+    def scattered(self) -> tuple[int, ...]:
+        """Dimensions whose positions are computed and summed by after the kernel."""
+        direct = {*self.plain, *self.grouped}
+        return tuple(d for d, i in enumerate(self.load.args) if d not in direct and not isinstance(i, Const))
+
+
+def _only_reader(load: Load, dim: int) -> str:
+    """The index name that is all of this dimension's index and in no other, "" if there is none."""
+    index = load.args[dim]
+    others = [i for d, i in enumerate(load.args) if d != dim]
+    alone = isinstance(index, Name) and index.head in INDEX_NAMES and index.head not in names_in(*others)
+    return index.head if alone else ""
+
+
+def _grouped(load: Load, name: str) -> tuple[int, ...]:
+    """The dimensions that depend on the name, if they depend on nothing else and one is more than the name itself."""
+    names = [names_in(i) & set(INDEX_NAMES) for i in load.args]
+    dims = tuple(d for d, found in enumerate(names) if name in found)
+    alone = all(names[d] == {name} for d in dims)
+    return dims if alone and not any(_only_reader(load, d) for d in dims) else ()
+
 
 def gradients_of(program: Program, capture: int) -> list[Gradient]:
-    """The places of score and weight through which the capture has a gradient.
-
-    Raises NotImplementedError where an index is neither constant nor one of four distinct names.
-    """
-    found = []
-    for node in loads_of(program, capture):
-        roots = [e for e in (program.score, program.weight) if e is not None]
-        if all(derivative(e, node) is _ZERO for e in roots):
-            continue
-        axes = tuple(i.head for i in node.args if isinstance(i, Name))
-        simple = all(isinstance(i, Const) or i.head in _INDICES for i in node.args) and len(set(axes)) == len(axes)
-        if not simple:
-            raise NotImplementedError(f"no gradient kernel for {node}: an index must be a constant or a distinct name")
-        found.append(Gradient(node, axes))
-    return found
+    """The places of score and weight through which the capture has a gradient."""
+    roots = [e for e in (program.score, program.weight) if e is not None]
+    loads = loads_of(program, capture)
+    return [_gradient(n) for n in loads if not all(derivative(e, n) is _ZERO for e in roots)]
 
 
-def can_differentiate(program: Program, capture: int) -> bool:
-    """Whether `backward` can compute the gradient of the capture. A sink's captures always can."""
-    try:
-        gradients_of(program, capture)
-    except NotImplementedError:
-        return False
-    return True
+def _gradient(load: Load) -> Gradient:
+    names = names_in(*load.args)
+    groups = {n: _grouped(load, n) for n in ("b", "h")} if {"q_idx", "kv_idx"} <= names else {}
+    axes = tuple(n for n in INDEX_NAMES if n in names and not groups.get(n))
+    return Gradient(load, axes, tuple(sorted(d for dims in groups.values() for d in dims)))
 
 
 # *** places ***
@@ -110,34 +148,45 @@ def _key_major(masked: bool) -> Place:
 
 def _common(spec: KernelSpec) -> dict[str, Any]:
     program = spec.parsed
-    scale = linear_scale(program.score)
-    slope = derivative(program.score, SCORE)
+    fill, scale = fill_of(program), _slope_scale(program)
     return {
         "spec": spec,
         "captures": capture_parameters(spec),
         "sizes": size_parameters(spec),
         "drop": program.drop or 0.0,
-        "survivor": repr(1.0 / (1.0 - program.drop)) if program.drop and program.drop < 1.0 else "0.0",
+        **_dropout(program.drop or 0.0),
         "empty": program.empty is not None,
         "has_sink": program.sink is not None,
         "has_weight": program.weight is not None,
-        "linear": scale is not None,
-        "exact": scale is not None or is_tame(program.score),  # see Note [Large scores] in the templates
-        "scale": repr(scale),
-        "scale2": repr((1.0 if scale is None else scale) * LOG2E),
+        "exact": not needs_residual(spec),  # no residual: see Note [Large scores] in `delta`
         "large": "32.0" if spec.dtype == "float32" else "256.0",
-        "slope_scale": literal(slope.head, "float") if isinstance(slope, Const) else "",
+        "slope_scale": "" if scale is None else literal(scale.head, "float"),
+        "fill": fill is not None,
+        "top": literal(fill.top.head, "float") if fill is not None and isinstance(fill.top, Const) else "",
+        "margin": repr(MARGIN),
         "LOG2E": repr(LOG2E),
         "LN2": repr(LN2),
         "widen": ".to(tl.float32)" if spec.widen else "",
         "precision": f', input_precision="{spec.precision}"' if spec.precision else "",
-        "causal_like": _stops_late(kv_region(program)),
+        "causal_like": _stops_late(kv_region(_inner(program))),
     }
+
+
+def _dropout(p: float) -> dict[str, Any]:
+    """Draws have 16 bits: the probability is the nearest multiple of 2^-16, the scale that of those that survive."""
+    threshold = round(p * DRAWS)
+    return {"threshold": threshold, "survivor": repr(DRAWS / (DRAWS - threshold)) if threshold < DRAWS else "0.0"}
 
 
 def _stops_late(region: Region) -> bool:
     """The last query tiles have the most keys, so they should start first."""
     return region.hi is not None and "q1" in names_in(region.hi) and region.lo is None
+
+
+def _inner(program: Program) -> Program:
+    """The program of the positions that no finite fill covers."""
+    fill = fill_of(program)
+    return program if fill is None else fill.inner(program)
 
 
 def _phases(program: Program, region: Region, axis: str) -> list[Phase]:
@@ -150,82 +199,126 @@ def _phases(program: Program, region: Region, axis: str) -> list[Phase]:
         return [Phase("all", True, "lo", "hi")]
     head = [] if region.full_lo is None else [Phase("head", True, "lo", "tl.minimum(full_lo, hi)")]
     end = ragged if region.full_hi is None else "hi"
-    return [*head, Phase("middle", False, "full_lo", "full_hi"), Phase("tail", True, "full_hi", end)]
+    # the middle first: with a finite fill only its maxima are sure to be ordinary numbers, and may stay raw products
+    return [Phase("middle", False, "full_lo", "full_hi"), *head, Phase("tail", True, "full_hi", end)]
 
 
-def _roots(program: Program, *more: Expr) -> list[Expr]:
-    return [e for e in (program.score, program.keep, program.weight, *more) if e is not None]
+Slopes = Callable[[Program], dict[str, Expr]]  # of a program: dscore, dload_score, dload_weight, as a loop needs them
 
 
-def _fill(phase: Phase, e: Emitter, program: Program, linear: bool, slopes: dict[str, Expr]) -> None:
-    """Emits one phase. `slopes` maps dscore, dload_score, dload_weight to what a backward loop needs."""
-    if linear:
-        phase.s = "qk"
-    else:
-        phase.s = e.value(program.score, "float")
-        if "score" not in names_in(program.score):  # not a full tile of its own
-            phase.s = e.let(f"tl.zeros_like(qk) + {phase.s}")
-    phase.score = e.take()
-    if phase.masked and program.keep is not None:
-        phase.kept = e.value(program.keep, "bool")
-        phase.keep = e.take()
-    if program.weight is not None:
-        phase.w = e.value(program.weight, "float")
-        phase.weight = e.take()
-    for name, slope in slopes.items():
-        if slope is not _ZERO:
-            setattr(phase, name, e.value(slope, "float"))
-    phase.slope = e.take()
+def _no_slopes(program: Program) -> dict[str, Expr]:
+    return {}
 
 
-def _backward(spec: KernelSpec) -> dict[str, Any]:
-    """In a backward kernel "exact" means that no residual is needed; a residual goes with scores in natural units."""
-    exact = not needs_residual(spec)
-    return {**_common(spec), "exact": exact, "linear": exact and _is_linear(spec.parsed)}
+@dataclass(frozen=True)
+class _Loops:
+    """What the loops of a kernel have in common.
+
+    `backward`  whether the weights are recomputed from LSE
+    `natural`   scores in natural units only
+    `walks`     whether filled positions add something if their weight is not 0
+    """
+
+    spec: KernelSpec
+    slopes: Slopes = _no_slopes
+    backward: bool = True
+    natural: bool = False
+    walks: bool = True
+
+    @property
+    def fill(self) -> Fill | None:
+        return fill_of(self.spec.parsed) if self.walks else None
+
+    def variants(self) -> dict[bool, Program]:
+        """The program of a phase, by whether it is masked."""
+        return {True: self.spec.parsed, False: _inner(self.spec.parsed)}
+
+    def roots(self) -> list[Expr]:
+        programs = dict.fromkeys(self.variants().values())
+        return [e for p in programs for e in (p.score, p.keep, p.weight, *self.slopes(p).values()) if e is not None]
+
+    def emit(self, phase: Phase, e: Emitter) -> None:
+        """Fills in the texts of a phase."""
+        program = self.variants()[phase.masked]
+        self._choose_form(phase, program)
+        if phase.linear:
+            phase.s = "qk"
+        else:
+            phase.s = e.value(program.score, "float")
+            if "score" not in names_in(program.score):  # not a full tile of its own
+                phase.s = e.let(f"tl.zeros_like(qk) + {phase.s}")
+        phase.score = e.take()
+        if phase.masked and program.keep is not None:
+            phase.kept = e.value(program.keep, "bool")
+            phase.keep = e.take()
+        if program.weight is not None:
+            phase.w = e.value(program.weight, "float")
+            phase.weight = e.take()
+        for name, slope in self.slopes(program).items():
+            if slope is not _ZERO:
+                setattr(phase, name, e.value(slope, "float"))
+        phase.slope = e.take()
+
+    def _choose_form(self, phase: Phase, program: Program) -> None:
+        scale = linear_scale(program.score)
+        if self.backward:
+            phase.exact = not needs_residual(replace(self.spec, program=str(program)))
+        else:
+            phase.exact = scale is not None or is_tame(program.score)
+        if scale is not None and phase.exact and not self.natural:
+            phase.linear, phase.scale = True, scale
 
 
-def _over_keys(spec: KernelSpec, slopes: dict[str, Expr], linear: bool) -> dict[str, Any]:
+def _over_keys(loops: _Loops) -> dict[str, Any]:
     """Text of a program that owns a q tile and loops over kv tiles."""
-    program, region = spec.parsed, kv_region(spec.parsed)
-    outer = Emitter(spec, replace(_ROWS, extra=_TILE_RANGE))
-    outer.hoist(_roots(program, *slopes.values()), frozenset({"kv_idx", "score"}))
+    outer = Emitter(loops.spec, replace(_ROWS, extra=_TILE_RANGE))
+    outer.hoist(loops.roots(), frozenset({"kv_idx", "score"}))
     hoisted = outer.take()
-    bounds = range_lines(outer, region, "n")
-    phases = _phases(program, region, "n")
+    bounds, phases = _bounds_and_phases(loops, outer, "n", kv_region)
     for phase in phases:
-        _fill(phase, Emitter(spec, _query_major(phase.masked), outer), program, linear, slopes)
-    return {"hoisted": hoisted, "bounds": bounds, "phases": phases}
+        loops.emit(phase, Emitter(loops.spec, _query_major(phase.masked), outer))
+    return {"hoisted": hoisted, "bounds": bounds, "phases": phases, "walks": loops.fill is not None}
 
 
-def _over_queries(spec: KernelSpec, slopes: dict[str, Expr], linear: bool) -> dict[str, Any]:
+def _over_queries(loops: _Loops) -> dict[str, Any]:
     """Text of a program that owns a kv tile and loops over query heads, and in each over q tiles."""
-    program, region = spec.parsed, q_region(spec.parsed)
-    roots = _roots(program, *slopes.values())
-    outer = Emitter(spec, replace(_COLUMNS, extra=_TILE_RANGE))
+    roots = loops.roots()
+    outer = Emitter(loops.spec, replace(_COLUMNS, extra=_TILE_RANGE))
     outer.hoist(roots, frozenset({"q_idx", "score", "h"}))
-    bounds = range_lines(outer, region, "m")
-    per_head = Emitter(spec, _COLUMNS, outer)
+    bounds, phases = _bounds_and_phases(loops, outer, "m", q_region)
+    per_head = Emitter(loops.spec, _COLUMNS, outer)
     per_head.hoist(roots, frozenset({"q_idx", "score"}))
-    phases = _phases(program, region, "m")
     for phase in phases:
-        _fill(phase, Emitter(spec, _key_major(phase.masked), per_head), program, linear, slopes)
-    return {"hoisted": [], "bounds": bounds, "per_head": per_head.take(), "phases": phases}
+        loops.emit(phase, Emitter(loops.spec, _key_major(phase.masked), per_head))
+    walks = loops.fill is not None
+    return {"hoisted": [], "bounds": bounds, "per_head": per_head.take(), "phases": phases, "walks": walks}
 
 
-def _one_tile(spec: KernelSpec, slopes: dict[str, Expr], linear: bool) -> dict[str, Any]:
-    """Text of a program that owns one tile and loops over batches and heads."""
-    program = spec.parsed
-    outer = Emitter(spec, replace(_query_major(True), score="", extra=_TILE_RANGE))
-    outer.hoist(_roots(program, *slopes.values()), frozenset({"b", "h", "score"}))
+def _bounds_and_phases(
+    loops: _Loops, outer: Emitter, axis: str, region_of: Callable[[Program], Region]
+) -> tuple[list[str], list[Phase]]:
+    program, inner = loops.variants().values()
+    region = region_of(inner)
+    bounds, phases = range_lines(outer, region, axis), _phases(inner, region, axis)
+    if loops.fill is not None:
+        lines, start = filled_lines(outer, region_of(program), axis, region)
+        bounds, phases = [*bounds, *lines], [*phases, Phase("filled", True, start, filled=True)]
+    return bounds, phases
+
+
+def _one_tile(loops: _Loops, gradient: Gradient) -> dict[str, Any]:
+    """Text of a program that owns one tile and loops over batches and heads, those of its group if there is one."""
+    outer = Emitter(loops.spec, replace(_query_major(True), score="", extra=_TILE_RANGE))
+    outer.hoist(loops.roots(), frozenset({"b", "h", "score"}))
     hoisted = outer.take()
-    bounds = range_lines(outer, kv_region(program), "n")
-    phase = Phase("tile", True, "", "")
-    _fill(phase, Emitter(spec, _query_major(True), outer), program, linear, slopes)
-    return {"hoisted": hoisted, "bounds": bounds, "phases": [phase]}
-
-
-def _is_linear(program: Program) -> bool:
-    return linear_scale(program.score) is not None
+    bounds, _ = _bounds_and_phases(loops, outer, "n", kv_region)
+    walks = loops.fill is not None
+    conditions = [f"({outer.value(gradient.load.args[d], 'int')} == group_{d})" for d in gradient.grouped]
+    conditions += ["needed"] if walks else []
+    members = {"grouped": gradient.grouped, "member": outer.take(), "condition": " & ".join(conditions)}
+    phase = Phase("tile", True, "")
+    loops.emit(phase, Emitter(loops.spec, _query_major(True), outer))
+    return {"hoisted": hoisted, "bounds": bounds, "phases": [phase], "walks": walks, **members}
 
 
 def _sink(spec: KernelSpec) -> dict[str, Any]:
@@ -238,45 +331,84 @@ def _sink(spec: KernelSpec) -> dict[str, Any]:
 
 
 def forward_context(spec: KernelSpec) -> dict[str, Any]:
-    return {**_common(spec), **_over_keys(spec, {}, _is_linear(spec.parsed)), **_sink(spec)}
+    return {**_common(spec), **_over_keys(_Loops(spec, backward=False)), **_sink(spec)}
 
 
 def delta_context(spec: KernelSpec) -> dict[str, Any]:
     plain = replace(spec, program=str(replace(spec.parsed, weight=None)))  # weights do not change the denominator
-    return {**_backward(spec), **_over_keys(plain, {}, linear=False), **_sink(spec)}
+    return {**_common(spec), **_over_keys(_Loops(plain, natural=True)), **_sink(spec)}
 
 
-def _score_slope(program: Program) -> dict[str, Expr]:
-    slope = derivative(program.score, SCORE)
-    return {} if isinstance(slope, Const) else {"dscore": slope}
+def _slope_scale(program: Program) -> Const | None:
+    """A constant by which the gradient of qk can be multiplied at the very end."""
+    scale = derivative(_inner(program).score, SCORE)
+    if isinstance(scale, Const) and _over(derivative(program.score, SCORE), scale) is not None:
+        return scale
+    return None
+
+
+def _over(slope: Expr, scale: Const) -> Expr | None:
+    """slope / scale, where that is 1 and 0 by a condition."""
+    if slope in (scale, _ZERO):
+        return const(1.0) if slope is scale else _ZERO
+    if isinstance(slope, Op) and slope.head == "where":
+        then, other = (_over(a, scale) for a in slope.args[1:])
+        return None if then is None or other is None else op("where", slope.args[0], then, other)
+    return None
+
+
+def _score_slopes(spec: KernelSpec) -> Slopes:
+    scale = _slope_scale(spec.parsed)
+
+    def slopes(program: Program) -> dict[str, Expr]:
+        slope = derivative(program.score, SCORE)
+        if scale is not None:
+            return {} if slope is scale else {"dscore": _over(slope, scale) or slope}
+        return {"dscore": slope}
+
+    return slopes
+
+
+def _load_slopes(load: Load) -> Slopes:
+    def slopes(program: Program) -> dict[str, Expr]:
+        found = {"dload_score": derivative(program.score, load)}
+        if program.weight is not None:
+            found["dload_weight"] = derivative(program.weight, load)
+        return found
+
+    return slopes
+
+
+def _outside(spec: KernelSpec) -> Program:
+    """The program of the positions that a finite fill covers."""
+    fill = fill_of(spec.parsed)
+    return spec.parsed if fill is None else replace(spec.parsed, score=fill.outside)
 
 
 def backward_dq_context(spec: KernelSpec) -> dict[str, Any]:
-    common = _backward(spec)
-    return {**common, **_over_keys(spec, _score_slope(spec.parsed), common["linear"])}
+    walks = derivative(_outside(spec).score, SCORE) is not _ZERO
+    return {**_common(spec), **_over_keys(_Loops(spec, _score_slopes(spec), walks=walks))}
 
 
 def backward_dkdv_context(spec: KernelSpec) -> dict[str, Any]:
-    common = _backward(spec)
-    return {**common, **_over_queries(spec, _score_slope(spec.parsed), common["linear"])}
+    return {**_common(spec), **_over_queries(_Loops(spec, _score_slopes(spec)))}
 
 
 def backward_capture_context(spec: KernelSpec, gradient: Gradient) -> dict[str, Any]:
-    program = spec.parsed
-    slopes = {"dload_score": derivative(program.score, gradient.load)}
-    if program.weight is not None:
-        slopes["dload_weight"] = derivative(program.weight, gradient.load)
-    build = {"row": _over_keys, "column": _over_queries, "tile": _one_tile}[gradient.mode]
+    slopes = _load_slopes(gradient.load)
+    loops = _Loops(spec, slopes, walks=any(e is not _ZERO for e in slopes(_outside(spec)).values()))
     facts: dict[str, Any] = {"mode": gradient.mode, "load": str(gradient.load), **_NOTATION[gradient.mode]}
-    facts |= {f"has_{name}": axis in gradient.axes for name, axis in (("b", "b"), ("h", "h"))}
-    common = _backward(spec)
-    return {**common, **build(spec, slopes, common["linear"]), **facts}
+    facts |= {"has_b": "b" in gradient.axes, "has_h": "h" in gradient.axes}
+    if gradient.mode == "tile":
+        return {**_common(spec), **_one_tile(loops, gradient), **facts}
+    over = _over_keys if gradient.mode == "row" else _over_queries
+    return {**_common(spec), **over(loops), "grouped": (), **facts}
 
 
 _NOTATION = {
     "row": {"layout": "[B, H, M] float32", "notation": "Tiles are [BLOCK_M, BLOCK_N]."},
     "column": {"layout": "[B, H, N] float32", "notation": "Tiles are [BLOCK_N, BLOCK_M]."},
-    "tile": {"layout": "[B or 1, H or 1, M, N] any dtype", "notation": "Tiles are [BLOCK_M, BLOCK_N]."},
+    "tile": {"layout": "[groups, B or 1, H or 1, M, N] any dtype", "notation": "Tiles are [BLOCK_M, BLOCK_N]."},
 }
 
 CONTEXTS = {

@@ -56,21 +56,14 @@ class _Lifted:
 def lift_site(twin: Twin, anchor: Node, product: Node, position: int, score_product: Node) -> tuple[Site, set[Node]]:
     """The site, and the twin nodes it stands for. Raises Reject."""
     shapes = Shapes()
-    for eager_capture in (False, True):
-        lifted = _walk(twin, shapes, anchor, product, position, score_product, eager_capture)
-        site = _build(twin, shapes, anchor, product, position, lifted)
-        blocked = _blocked_gradients(twin, site)
-        if not blocked:
-            return site, lifted.covered
-    raise Reject(Reason.CAPTURE_GRADIENT, blocked[0])
+    lifted = _walk(twin, shapes, anchor, product, position, score_product)
+    return _build(twin, shapes, anchor, product, position, lifted), lifted.covered
 
 
 # *** the walk ***
 
 
-def _walk(
-    twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: int, score_product: Node, eager_capture: bool
-) -> _Lifted:
+def _walk(twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: int, score_product: Node) -> _Lifted:
     weights, values = product.args[position], product.args[1 - position]
     d = _head_dim(_operands(score_product)[0], 2, product)
     _head_dim(values, 2 if position == 0 else 1, product)  # type: ignore[arg-type]
@@ -80,7 +73,7 @@ def _walk(
         raise Reject(Reason.ONE_KEY, anchor)
     sizes: dict[Expr, Expr] = {I: w_shape[0], M: m, N: n, D: d}
     indexer = ix.Indexer(sizes, shapes.hints)
-    puller = Puller(twin, shapes, indexer, eager_capture)
+    puller = Puller(twin, shapes, indexer)
     puller.gradients = _wants_gradient(twin, puller.defined, product)
     found: dict[str, Index] = {}
 
@@ -591,16 +584,3 @@ def _check_devices(nodes: list[Node], node: Node) -> None:
     devices = {n.meta["val"].device for n in nodes if n.meta["val"].dim() > 0 or n.meta["val"].device.type != "cpu"}
     if len(devices) > 1:
         raise Reject(Reason.DEVICE, node, ", ".join(sorted(map(str, devices))))
-
-
-def _blocked_gradients(twin: Twin, site: Site) -> list[Node]:
-    """Captures that need a gradient but are read at an index that is not one position per axis."""
-    simple = {name(n) for n in ("b", "h", "q_idx", "kv_idx")}
-    blocked = []
-    for _, e in site.program.parts():
-        for n in walk(e):
-            if isinstance(n, Load) and site.captures[n.head].node in twin.requires_grad:
-                positions = [i for i in n.args if not isinstance(i, Const)]
-                if len(set(positions)) != len(positions) or any(i not in simple for i in positions):
-                    blocked.append(site.captures[n.head].node)
-    return blocked

@@ -32,9 +32,8 @@ Index = tuple[Expr, ...]
 class Puller:
     """`heads` maps the nodes at which a walk ends (softmax, score product) to a function of the index."""
 
-    def __init__(self, twin: Twin, shapes: Shapes, indexer: ix.Indexer, eager_capture: bool = False) -> None:
+    def __init__(self, twin: Twin, shapes: Shapes, indexer: ix.Indexer) -> None:
         self.twin, self.shapes, self.indexer = twin, shapes, indexer
-        self.eager_capture = eager_capture  # capture whatever needs a gradient whole, instead of inlining it
         self.defined = set(twin.defined())
         self.weights = True  # in the first of the two walks: from the value product to the softmax
         self.gradients = True  # False where eager differentiates nothing here
@@ -58,8 +57,6 @@ class Puller:
     def _inline_if_small(self, node: Node, index: Index) -> Expr | None:
         """The value as arithmetic, unless a tensor of fewer axes than the scores would do as well."""
         spans = M in _names(index) and N in _names(index)
-        if spans and self.eager_capture and node in self.twin.requires_grad:
-            return None
         found = self._inline(node, index)
         if found is None or (not spans and _has_load(found)):
             return None

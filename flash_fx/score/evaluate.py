@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .expr import FLOAT_RESULT, INDEX_NAMES, SCORE_NAME, Const, Expr, Load, Name, Program, walk
+from .expr import FLOAT_RESULT, INDEX_NAMES, SCORE_NAME, Const, Expr, Load, Name, Program, captures_in, walk
 
 
 def evaluate(
@@ -191,6 +191,34 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 _ROUNDING = frozenset({"floor", "ceil", "round", "trunc"})
 _BOOL_IDENTITY = _ROUNDING | {"abs", "sign"}
 _COUNTS = frozenset({"add", "sub", "mul", "floordiv", "mod", "neg", "pow"})  # arithmetic on bools is on ints
+
+
+def fill_top(
+    top: Expr,
+    query: Tensor,
+    key: Tensor,
+    captures: Sequence[Tensor],
+    sizes: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The value of `Fill.top`, []: no filled score is greater. NaN where an operand that matters holds one."""
+    env = {"q_len": query.shape[2], "kv_len": key.shape[2]}
+    return evaluate(top, env, _extremes(top, query, key, captures, dtype), sizes, dtype).to(dtype)
+
+
+def _extremes(top: Expr, query: Tensor, key: Tensor, captures: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """What the loads of `Fill.top` stand for; those it does not name are left 0."""
+    found = [query.new_zeros((), dtype=dtype)] * (2 * len(captures) + 1)
+    for number in captures_in(top):
+        if number == 0:
+            # |q . k| <= D max|q| max|k|; a hundredth more than any order or precision of the sum can add
+            sizes = [torch.linalg.vector_norm(t, torch.inf).to(dtype) for t in (query, key)]
+            found[0] = sizes[0] * sizes[1] * (1.01 * query.shape[-1])
+        else:
+            capture = captures[(number - 1) // 2]
+            once = capture[tuple(slice(1) if s == 0 else slice(None) for s in capture.stride())]
+            found[number] = (once.amin() if number % 2 else once.amax()).to(dtype)
+    return found
 
 
 def reference(

@@ -10,7 +10,6 @@ surely holds nowhere. Always sound; tight for causal, window, prefix and length 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -39,7 +38,6 @@ from .expr import (
 from .simplify import FOLD, known_kind, make
 
 Q0, Q1, K0, K1 = name("q0"), name("q1"), name("k0"), name("k1")
-FILL_LIMIT = -1e4  # a finite fill at or below is meant as "masked"
 
 
 @dataclass(frozen=True)
@@ -73,21 +71,6 @@ def q_region(program: Program) -> Region:
     return Region() if program.keep is None else _solve_q().region(program.keep)
 
 
-def fill_region(program: Program) -> tuple[Region, float] | None:
-    """Keys that a finite fill does not cover, for the query tile q0..q1, and the fill.
-
-    For a score `where(cond, x, fill)` or `x + where(cond, 0.0, fill)`, cond and branches in either order, with a finite
-    fill <= -1e4: the region of cond. None where the score is not of that form or cond bounds nothing. `keep` is not
-    looked at.
-    """
-    found = _fill_condition(program.score)
-    if found is None:
-        return None
-    condition, holds, fill = found
-    region = _solve_kv().region(condition, holds)
-    return (region, fill) if region.is_bounded else None
-
-
 def bound_value(bound: Expr, values: Mapping[str, int]) -> int:
     """The bound as a number; `values` has every name in it: q0, q1 or k0, k1, q_len, kv_len, s0, ..."""
     done: dict[Expr, int] = {}
@@ -102,36 +85,6 @@ def bound_value(bound: Expr, values: Mapping[str, int]) -> int:
         else:
             done[node] = int(FOLD[node.head](*(done[a] for a in node.args)))
     return done[bound]
-
-
-def _fill_condition(score: Expr) -> tuple[Expr, bool, float] | None:
-    """The condition, whether it must hold to stay unfilled, and the fill."""
-    if not isinstance(score, Op):
-        return None
-    if score.head == "where":
-        condition, then, other = score.args
-        if (fill := _as_fill(other)) is not None and SCORE in walk(then):
-            return condition, True, fill
-        if (fill := _as_fill(then)) is not None and SCORE in walk(other):
-            return condition, False, fill
-        return None
-    for x in score.args if score.head == "add" else ():
-        if isinstance(x, Op) and x.head == "where":
-            condition, then, other = x.args
-            if (fill := _as_fill(other)) is not None and _is_zero(then):
-                return condition, True, fill
-            if (fill := _as_fill(then)) is not None and _is_zero(other):
-                return condition, False, fill
-    return None
-
-
-def _as_fill(node: Expr) -> float | None:
-    value = node.head if isinstance(node, Const) else None
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) and value <= FILL_LIMIT else None
-
-
-def _is_zero(node: Expr) -> bool:
-    return isinstance(node, Const) and node.head == 0
 
 
 # *** intervals of positions ***

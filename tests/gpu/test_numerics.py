@@ -123,6 +123,60 @@ def test_bias_gradient(dtype, shape):
     )
 
 
+def bias_of_groups(q, k, v, bias):
+    rows = bias.size(0)
+    scores = (q @ k.mT * 0.125).unflatten(0, (rows, -1)) + bias[:, None]
+    return (torch.tanh(scores.flatten(0, 1) / 5) * 5).softmax(-1) @ v
+
+
+def bias_of_folded_heads(q, k, v, bias):
+    return (torch.tanh((q @ k.mT * 0.125 + bias.view(*q.shape[:2], 1, -1)) / 5) * 5).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("fn", "shape"),
+    [(bias_of_groups, (2, 4, 300, 260)), (bias_of_groups, (2, 1, 300, 260)), (bias_of_folded_heads, (24, 260))],
+)
+def test_gradient_at_a_computed_index(dtype, fn, shape):
+    args = [*(randn(6, 4, n, 64, dtype=dtype) for n in (300, 260, 260)), randn(*shape, dtype=dtype)]
+    check(fn, args, slack=3.0)
+    compiled = torch.compile(fn, backend=flash_fx)
+    assert all(torch.equal(a, b) for a, b in zip(run(compiled, args), run(compiled, args), strict=True))
+
+
+def causal_replaced(q, k, v, fill):
+    keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril(k.size(-2) - q.size(-2))
+    return torch.where(keep, q @ k.mT * 0.125, fill).softmax(-1) @ v
+
+
+def causal_added(q, k, v, fill):
+    keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril(k.size(-2) - q.size(-2))
+    return (q @ k.mT * 0.125 + torch.where(keep, 0.0, fill).to(q.dtype)).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("fill", [-1e4, -1e9, torch.finfo(torch.bfloat16).min])
+@pytest.mark.parametrize("fn", [causal_replaced, causal_added])
+@pytest.mark.parametrize(
+    ("m", "n", "d"), [(520, 520, 64), (300, 700, 128), (700, 300, 64)]
+)  # the last fills whole rows
+def test_causal_by_a_finite_fill(dtype, fill, fn, m, n, d):
+    qkv = [randn(2, 3, s, d, dtype=dtype) for s in (m, n, n)]
+    check(lambda q, k, v: fn(q, k, v, fill), qkv, slack=2.0 if m > n else 1.0)
+
+
+def test_one_filled_row_walks_and_clear_tiles_do_not_look():
+    q, k, v = (randn(1, 2, 512, 64, dtype=torch.float32, grad=False) for _ in range(3))
+    q[:, :, 300] = 0
+    k[:, :, 400:] *= 1000  # filled scores above kept ones, if they are only added to
+    compiled = torch.compile(lambda q, k, v: causal_added(q, k, v, -1e4), backend=flash_fx)
+    torch.testing.assert_close(compiled(q, k, v), causal_added(q, k, v, -1e4), rtol=1e-3, atol=1e-3)
+    v[:, :, 400:] = torch.nan
+    replaced = torch.compile(lambda q, k, v: causal_replaced(q, k, v, -1e9), backend=flash_fx)
+    assert replaced(q, k, v)[:, :, :256].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_padding_with_rows_that_hold_nothing(dtype):
     keep = (torch.arange(200, device="cuda") < torch.tensor([[200], [77], [0]], device="cuda")).int()

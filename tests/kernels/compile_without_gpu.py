@@ -3,7 +3,7 @@
     python compile_without_gpu.py '<json list of jobs>'
 
 A job is [name, template, program, captures [[dtype, ndim], ...], dtype, d, target]; the answer is one JSON object,
-{name: {"regs", "spill_bytes", "shared", "shared_limit"}} or {name: {"error"}}. A process of its own, since the
+{name: {"regs", "spill_bytes", "shared", "shared_limit", "instructions"}} or {name: {"error"}}. A process of its own, since the
 interpreter replaces triton.jit.
 """
 
@@ -66,11 +66,11 @@ def _type(name: str, spec: KernelSpec, constants: dict[str, Any]) -> str:
         if last:
             constants[name] = 1
         return "constexpr" if last else "i32"
-    if name in ("LSE", "DELTA", "RESIDUAL"):
+    if name in ("LSE", "DELTA", "RESIDUAL", "TOP", "LOW"):
         return "*fp32"
     if name == "SEED":
         return "*i64"
-    if name in ("H", "G", "M", "N", "NUM_BH", "NUM_BK") or re.fullmatch(r"S\d+", name):
+    if name in ("H", "G", "M", "N", "NUM_BH", "NUM_BK") or re.fullmatch(r"S\d+|SIZE_\d+", name):
         return "i32"
     return "*" + TYPES[spec.dtype]
 
@@ -95,10 +95,14 @@ def main() -> None:
     answer = {}
     for name, template, program, captures, dtype, d, target in json.loads(sys.argv[1]):
         facts = tuple(CaptureFact(*c) for c in captures)
-        spec = KernelSpec(program, facts, dtype, d, d, precision="ieee" if dtype == "float32" else None)
+        precision, sizes = "ieee" if dtype == "float32" else None, len(set(re.findall(r"\bs\d+\b", program)))
+        spec = KernelSpec(program, facts, dtype, d, d, sizes, precision)
         try:
             kernel = build(template, spec, target)
-            answer[name] = {**resources(kernel), "shared": kernel.metadata.shared, "shared_limit": SHARED[target]}
+            answer[name] = {
+                **resources(kernel), "shared": kernel.metadata.shared, "shared_limit": SHARED[target],
+                "instructions": kernel.asm.get("ptx", "").count(";"),
+            }  # fmt: skip
         except Exception as e:
             answer[name] = {"error": f"{type(e).__name__}: {e}"[:2000]}
     print(json.dumps(answer))

@@ -19,6 +19,10 @@ BIAS = (
 )
 FACTS = [["bfloat16", 3], ["bool", 2], ["float32", 1]]
 DROP = "score = score * 0.125; drop = 0.1; weight = c2[h]"
+FILLS = {
+    "select": "score = where(kv_idx <= q_idx, score * 0.125, -1e9)",
+    "added": "score = score * 0.125 + where(kv_idx <= q_idx, 0.0, -3.4028234663852886e+38) + c0[h, q_idx, kv_idx]",
+}
 KERNELS = ["forward", "delta", "backward_dkdv", "backward_dq"]
 TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
 
@@ -30,11 +34,23 @@ for kernel in [*KERNELS, "backward_capture"]:
     JOBS[f"sm_90 bias {kernel}"] = [kernel, BIAS, FACTS, "bfloat16", 64, "sm_90"]
 for kernel in KERNELS:
     JOBS[f"sm_90 dropout {kernel}"] = [kernel, DROP, FACTS, "float16", 128, "sm_90"]
+    JOBS[f"sm_90 no dropout {kernel}"] = [kernel, DROP.replace("drop = 0.1; ", ""), FACTS, "float16", 128, "sm_90"]
+    for form, score in FILLS.items():
+        JOBS[f"sm_90 {form} fill {kernel}"] = [kernel, score, FACTS[:1], "bfloat16", 64, "sm_90"]
+JOBS["sm_90 added fill backward_capture"] = ["backward_capture", FILLS["added"], FACTS[:1], "bfloat16", 64, "sm_90"]
 JOBS["sm_90 float32 forward"] = ["forward", CAUSAL, [], "float32", 64, "sm_90"]
 JOBS["sm_90 column backward_capture"] = [
     "backward_capture",
     "score = score + c0[b, kv_idx]",
     [["float32", 2]],
+    "bfloat16",
+    64,
+    "sm_90",
+]
+JOBS["sm_90 grouped backward_capture"] = [
+    "backward_capture",
+    "score = score * 0.125 + c0[b // s0, 0, h % 2, q_idx, kv_idx]",
+    [["bfloat16", 5]],
     "bfloat16",
     64,
     "sm_90",
@@ -76,3 +92,12 @@ def test_compiles(compiled: dict[str, dict], name: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_hopper_does_not_spill(compiled: dict[str, dict], kernel: str) -> None:
     assert compiled[f"sm_90 causal {kernel}"]["spill_bytes"] <= 32, compiled[f"sm_90 causal {kernel}"]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "elements", "most"), [("forward", 64, 20), ("backward_dq", 32, 20), ("backward_dkdv", 32, 50)]
+)
+def test_dropout_shares_its_draws(compiled: dict[str, dict], kernel: str, elements: int, most: int) -> None:
+    """PTX instructions per score and thread; one Philox call for each score takes 78."""
+    dropped, plain = (compiled[f"sm_90 {name} {kernel}"]["instructions"] for name in ("dropout", "no dropout"))
+    assert dropped - plain <= most * elements

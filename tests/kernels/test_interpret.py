@@ -18,6 +18,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton")
 
 from flash_fx.kernels import launch, tiles
+from flash_fx.kernels.plan import DRAWS
 from flash_fx.kernels.tiles import Tile
 from flash_fx.score.evaluate import reference
 from flash_fx.score.text import parse
@@ -166,6 +167,51 @@ def test_bias_of_every_broadcast(index: str) -> None:
     check(f"score = score * 0.3 + c0[{index}]" if index else "score = score * 0.3 + c0", [randn(*BIASES[index])])
 
 
+COMPOSED = {
+    "b // 2, h, q_idx, kv_idx": (2, 2, 17, 33), "b % 2, h, q_idx, kv_idx": (2, 2, 17, 33),
+    "b // 2, 0, q_idx, kv_idx": (2, 1, 17, 33), "b // s0, b % s0, kv_idx, q_idx": (2, 2, 33, 17),
+    "b // 2 % 2, h, q_idx, kv_idx": (2, 2, 17, 33), "h // 2, q_idx, kv_idx": (1, 17, 33), "b // 3, h % 2": (2, 2),
+    "b * 2 + h, q_idx, kv_idx": (8, 17, 33), "b * 2 + h, 0, kv_idx": (8, 1, 33), "b // s0, kv_idx": (2, 33),
+    "h, q_idx + 3, kv_idx": (2, 25, 33), "q_idx, kv_idx + s0": (17, 35), "h, q_idx // 4": (2, 5), "kv_idx // 2, b": (17, 4),
+    "h, kv_idx - q_idx + 16": (2, 49), "q_idx, q_idx": (17, 17), "h, minimum(abs(kv_idx - q_idx), 7)": (2, 8),
+    "b, h * q_idx": (4, 17), "b // 2, q_idx, b": (2, 17, 4), "q_idx, kv_idx": (20, 40), "s0, kv_idx": (3, 33),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("index", COMPOSED)
+def test_gradient_at_a_computed_index(index: str) -> None:
+    shape, tile = Shape(b=4, d=8, dv=8), Tile(32, 32, 4, 1)
+    check(f"score = score * 0.3 + c0[{index}]", [randn(*COMPOSED[index])], shape, sizes=[2], tile=tile)
+
+
+def test_gradient_of_gathered_tables() -> None:
+    buckets = torch.arange(17 * 33).view(17, 33) * 7 % 11
+    check("score = score * 0.3 + c0[h, c1[q_idx, kv_idx]]", [randn(2, 11), buckets], Shape(d=8, dv=8))
+    check(
+        "score = score + c0[c1[kv_idx], 0, b]; keep = kv_idx <= q_idx", [randn(11, 2, 2), buckets[0]], Shape(d=8, dv=8)
+    )
+
+
+def test_gradient_of_one_capture_at_several_indices() -> None:
+    score = "score * c0[b // 2, q_idx, kv_idx] + c0[1, q_idx, kv_idx + 3]"
+    text = f"score = {score}; weight = c0[b % 2, q_idx, 0]; sink = c0[b // 2, 0, h]"
+    check(text, [randn(2, 17, 36)], Shape(b=4, d=8, dv=8))
+
+
+def test_gradient_at_a_computed_index_under_a_mask_and_dropout() -> None:
+    check(
+        "score = score + c0[b // 2, q_idx, kv_idx]; keep = kv_idx <= q_idx", [randn(2, 17, 33)], Shape(b=4, d=8, dv=8)
+    )
+    bias = randn(2, 17, 33)
+    tensors, seed = operands(Shape(b=4), torch.float32), torch.tensor([1, 2])
+    with tiles.override(SMALL):
+        ours, every = (
+            kernels(tensors, [c], [], parse(f"score = score + c0[{index}, q_idx, kv_idx]; drop = 0.25"), seed)
+            for index, c in (("b // 2", bias), ("b", bias.repeat_interleave(2, 0)))
+        )
+    torch.testing.assert_close(ours[-1], every[-1].view(2, 2, 17, 33).sum(1))
+
+
 def test_causal_bias_leaves_zeros_where_no_tile_is_visited() -> None:
     shape = Shape(m=40, n=40)
     check("score = score + c0[h, q_idx, kv_idx]; keep = kv_idx <= q_idx", [randn(2, 40, 40)], shape)
@@ -270,8 +316,47 @@ def test_dropout(extra: str) -> None:
     assert torch.equal(alive, again != 0)
     if "keep" not in extra:
         assert abs(alive.float().mean().item() - 0.6) < 0.05
-    results = [autograd(tensors, captures, [], program, t, drop_mask=alive) for t in (torch.float32, torch.float64)]
+    assert program.drop is not None
+    scale = (1.0 - program.drop) / (1.0 - round(program.drop * DRAWS) / DRAWS)  # of the draws' own probability
+    mask = alive.double() * scale
+    results = [
+        autograd(tensors, captures, [], program, t, drop_mask=mask.to(t)) for t in (torch.float32, torch.float64)
+    ]
     compare(ours, *results, torch.float32)
+
+
+@pytest.mark.parametrize("tile", [Tile(64, 32, 4, 1), Tile(16, 64, 4, 1), Tile(32, 128, 4, 1)], ids=str)
+def test_dropout_is_the_same_in_every_pass_and_tile(tile: Tile) -> None:
+    """With all weights alike, the gradient of V under DO = identity is the pattern of dropout, transposed."""
+    program, seed = parse("score = score * 0.0; drop = 0.5"), torch.tensor([5, 77])
+    q, k = torch.zeros(1, 2, 70, 16), torch.zeros(1, 1, 70, 16)
+    eye = torch.eye(70)[None, None]
+    with tiles.override(SMALL):
+        out, lse = launch.forward(q, k, eye, [], [], seed, program)
+    with tiles.override(tile):
+        again, _ = launch.forward(q, k, eye, [], [], seed, program)
+        backward = [
+            launch.backward(one, q, k, eye, [], [], seed, out, lse, program, [False, False, True])[0]
+            for one in (torch.stack([eye[0, 0], torch.zeros(70, 70)])[None], torch.stack([torch.zeros(70, 70), eye[0, 0]])[None])
+        ]  # fmt: skip
+    assert torch.equal(out, again)
+    assert torch.equal(torch.cat(backward, 1).mT != 0, out != 0)
+
+
+def test_draws_are_independent_of_their_neighbours() -> None:
+    program, eye = parse("drop = 0.25"), torch.eye(128)[None, None]
+    q, k = torch.zeros(2, 2, 128, 16), torch.zeros(2, 1, 128, 16)
+    alive = [
+        (launch.forward(q, k, eye.expand(2, 1, -1, -1), [], [], torch.tensor(s), program)[0] != 0).double() - 0.75
+        for s in ([1, 0], [2, 0])
+    ]
+    a = alive[0]
+    assert abs(a.mean().item()) < 0.006  # 3.5 standard deviations of 65536 draws
+    moved = [
+        a.roll(shift, axis) for shift, axis in ((1, 2), (8, 2), (1, 3), (2, 3), (4, 3), (8, 3), (16, 3), (1, 0), (1, 1))
+    ]
+    for other in [*moved, a.mT, alive[1]]:
+        assert abs((a * other).mean().item()) / 0.1875 < 0.02
 
 
 def test_strides_are_free() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("jinja2")
 
-from flash_fx.kernels.plan import CONTEXTS, can_differentiate, gradients_of
+from flash_fx.kernels.plan import CONTEXTS, gradients_of
 from flash_fx.kernels.render import cache_folder, render, store, template_folder
 from flash_fx.kernels.spec import CaptureFact, KernelSpec
 from flash_fx.score.text import parse
@@ -22,6 +22,10 @@ BIASED = KernelSpec(
     "weight = c0[0, q_idx, kv_idx]; drop = 0.1",
     (CaptureFact("bfloat16", 3), CaptureFact("bool", 2), CaptureFact("float32", 1)), "float16", 40, 72, 2,
 )  # fmt: skip
+FILLED = replace(
+    CAUSAL, program="score = score * 0.125 + where(kv_idx <= q_idx, 0.0, -1e9) + c0[h, q_idx, kv_idx]",
+    captures=(CaptureFact("float32", 3),),
+)  # fmt: skip
 
 
 def _render_all(spec: KernelSpec) -> dict[str, str]:
@@ -31,7 +35,7 @@ def _render_all(spec: KernelSpec) -> dict[str, str]:
     return texts
 
 
-@pytest.mark.parametrize("spec", [CAUSAL, BIASED], ids=["causal", "biased"])
+@pytest.mark.parametrize("spec", [CAUSAL, BIASED, FILLED], ids=["causal", "biased", "filled"])
 def test_files_are_plain_python(spec: KernelSpec) -> None:
     for name, text in _render_all(spec).items():
         tree = ast.parse(text)
@@ -53,6 +57,18 @@ def test_scale_is_folded_into_exp2_and_causal_has_one_unmasked_loop() -> None:
     text = render("forward", CAUSAL)
     assert "p = tl.math.exp2(s * 0.18033688011112042 - (m_use * 0.18033688011112042)[:, None])" in text
     assert text.count("for start_n in") == 2 and text.count("offs_n[None, :] <= offs_m[:, None]") == 1
+
+
+def test_a_fill_is_a_mask_that_full_tiles_do_not_compute() -> None:
+    spec = replace(CAUSAL, program="score = where(kv_idx <= q_idx, score * 0.125, -1e9)")
+    text = render("forward", spec)
+    middle = text[text.index("# middle") : text.index("# tail")]
+    assert "s = qk\n" in middle and "tl.where(t" not in middle and "m_i = m_i * 0.125  # natural units" in middle
+    assert text.count("<= offs_m[:, None]") == 2 and "if may_count(m_i, top, mask_m):" in text
+    assert "may_count" not in render("backward_dq", spec)  # nothing flows through what was replaced
+    assert "may_count" in render(
+        "backward_dq", replace(spec, program="score = score + where(kv_idx <= q_idx, 0.0, -1e9)")
+    )
 
 
 def test_key_is_the_identity_of_a_spec() -> None:
@@ -82,16 +98,23 @@ def test_source_of_a_loaded_kernel_can_be_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "text, answer",
+    "text, axes, grouped, scattered",
     [
-        ("score = score + c0[h, q_idx, kv_idx]", True),
-        ("score = score + c0[kv_idx, 0, q_idx]", True),
-        ("score = score + c0[q_idx, q_idx]", False),
-        ("score = score + c0[q_idx - kv_idx + 5]", False),
-        ("score = score + c0[c1[kv_idx]]", False),
-        ("keep = c0[q_idx - kv_idx] > 0.0", True),  # no gradient flows through a comparison
-        ("sink = c0[h + 1]", True),
+        ("score = score + c0[h, q_idx, kv_idx]", "h q_idx kv_idx", (), ()),
+        ("score = score + c0[kv_idx, 0, q_idx]", "q_idx kv_idx", (), ()),
+        ("score = score + c0[b // 2, h, q_idx, kv_idx]", "h q_idx kv_idx", (0,), ()),
+        ("score = score + c0[b // s0 % 3, b % s0, h // 2, kv_idx, q_idx]", "q_idx kv_idx", (0, 1, 2), ()),
+        ("score = score + c0[b * 2 + h, q_idx, kv_idx]", "b h q_idx kv_idx", (), (0,)),
+        ("score = score + c0[b // 2, kv_idx]", "b kv_idx", (), (0,)),
+        ("score = score + c0[b, q_idx + 1, kv_idx]", "b q_idx kv_idx", (), (1,)),
+        ("score = score + c0[q_idx, q_idx]", "q_idx", (), (0, 1)),
+        ("score = score + c0[h, c1[q_idx, kv_idx]]", "h q_idx kv_idx", (), (1,)),
     ],
 )
-def test_can_differentiate(text: str, answer: bool) -> None:
-    assert can_differentiate(parse(text), 0) is answer
+def test_what_a_gradient_is_indexed_by(text: str, axes: str, grouped: tuple, scattered: tuple) -> None:
+    (found,) = gradients_of(parse(text), 0)
+    assert (" ".join(found.axes), found.grouped, found.scattered) == (axes, grouped, scattered)
+
+
+def test_no_gradient_flows_through_a_comparison() -> None:
+    assert gradients_of(parse("keep = c0[q_idx - kv_idx] > 0.0; score = where(c0[b] > 0.0, score, 0.0)"), 0) == []

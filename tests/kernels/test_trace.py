@@ -20,6 +20,45 @@ from flash_fx.kernels import launch
 from flash_fx.score.text import parse
 
 
+@pytest.mark.parametrize(
+    ("index", "shape", "nodes"),
+    [
+        ("b // s0, h, q_idx, kv_idx", (3, 2, 40, 50), []),
+        ("b // s0, h, kv_idx", (3, 2, 50), ["sum_by_index"]),
+        ("h, q_idx + s0, kv_idx", (2, 42, 50), ["sum_by_index"]),
+    ],
+)
+def test_gradient_at_a_computed_index_traces_with_symbolic_sizes(index: str, shape: tuple, nodes: list[str]) -> None:
+    program = parse(f"score = score + c0[{index}]")
+
+    def step(q, k, v, bias, g, two):
+        sizes = [two.shape[0]]
+        out, lse = launch.forward(q, k, v, [bias], sizes, None, program)
+        return launch.backward(g, q, k, v, [bias], sizes, None, out, lse, program, [False, False, False, True])[0]
+
+    shapes = ((6, 2, 40, 16), (6, 2, 50, 16), (6, 2, 50, 24), shape, (6, 2, 40, 24), (2,))
+    graph = make_fx(step, tracing_mode="symbolic")(*(torch.randn(s) for s in shapes))
+    names = [str(n.target) for n in graph.graph.nodes]
+    assert sum("triton_kernel_wrapper" in n for n in names) == 3  # forward, delta, bias
+    assert [n.split(".")[1] for n in names if n.startswith("flash_fx")] == nodes
+    output = graph.graph.find_nodes(op="output")[0].args[0].meta["val"]
+    assert tuple(map(int, output.shape)) == shape and all(isinstance(n, torch.SymInt) for n in output.shape)
+
+
+def test_a_fill_that_is_added_traces_with_the_bound_of_the_scores() -> None:
+    program = parse("score = score * 0.125 + c0[h, 0, kv_idx] + where(kv_idx <= q_idx, 0.0, -1e9)")
+
+    def step(q, k, v, bias, g):
+        out, lse = launch.forward(q, k, v, [bias], [], None, program)
+        return out, *launch.backward(g, q, k, v, [bias], [], None, out, lse, program, [True] * 4)
+
+    shapes = ((3, 4, 40, 16), (3, 2, 50, 16), (3, 2, 50, 24), (4, 1, 50), (3, 4, 40, 24))
+    graph = make_fx(step, tracing_mode="symbolic")(*(torch.randn(s) for s in shapes))
+    targets = [str(n.target) for n in graph.graph.nodes]
+    assert sum("triton_kernel_wrapper" in t for t in targets) == 5
+    assert not any("item" in t or "_local_scalar" in t for t in targets)  # the host waits for nothing
+
+
 def test_forward_and_backward_trace_with_symbolic_sizes() -> None:
     program = parse("score = score * 0.125 + c0[h, q_idx, kv_idx]; keep = kv_idx <= q_idx + s0; sink = c1[h]")
 

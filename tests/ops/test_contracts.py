@@ -337,3 +337,11 @@ def test_bad_rewrites(args: tuple, message: str) -> None:
 def test_rewrite_with_too_few_example_inputs_says_so() -> None:
     with pytest.raises(flash_fx.OperandError, match="has 4 placeholders, got 2 example_inputs"):
         flash_fx.rewrite(torch.fx.symbolic_trace(Attention()), masked_arguments()[:2])
+
+
+@pytest.mark.parametrize("rest", [(), (3,), (2, 5)])
+def test_sum_by_index(rest: tuple[int, ...]) -> None:
+    values, index = torch.randn(6, *rest), torch.tensor([4, 0, 4, 2, 0, 4])
+    torch.library.opcheck(ops.sum_by_index.default, (values, index, 5))
+    expected = torch.stack([values[index == i].sum(0) for i in range(5)])
+    torch.testing.assert_close(ops.sum_by_index(values, index, 5), expected)

@@ -10,7 +10,7 @@ from strategies import ints
 
 from flash_fx.score.evaluate import evaluate
 from flash_fx.score.expr import COMPARISONS, KV, KV_LEN, Q_LEN, Expr, Program, Q, const, name, op
-from flash_fx.score.region import Region, bound_value, fill_region, kv_region, q_region
+from flash_fx.score.region import Region, bound_value, kv_region, q_region
 from flash_fx.score.text import parse
 
 SHAPES = [(6, 6), (4, 9), (9, 4), (1, 5)]
@@ -136,23 +136,3 @@ def test_text_of_bounds() -> None:
     assert str(region) == (
         "Region(lo=q0 - 255, full_lo=q1 - 255, full_hi=q0 + kv_len - q_len + 1, hi=q1 + kv_len - q_len + 1)"
     )
-
-
-@pytest.mark.parametrize("text", [
-    "score = where(kv_idx <= q_idx, score * 0.5, -1e9)",
-    "score = where(kv_idx > q_idx, -1e9, score * 0.5)",
-    "score = score * 0.5 + where(kv_idx <= q_idx, 0.0, -1e9)",
-    "score = where(kv_idx > q_idx, -1e9, 0.0) + score * 0.5",
-    "score = where(~(kv_idx <= q_idx), -1e9, score)",
-])  # fmt: skip
-def test_finite_fill(text: str) -> None:
-    assert fill_region(parse(text)) == (kv_region(parse("keep = kv_idx <= q_idx")), -1e9)
-
-
-@pytest.mark.parametrize("text", [
-    "score = score", "score = where(kv_idx <= q_idx, score, -inf)", "score = where(kv_idx <= q_idx, score, -10.0)",
-    "score = where(c0[kv_idx], score, -1e9)", "score = where(kv_idx <= q_idx, 1.0, -1e9)",
-    "score = score + where(kv_idx <= q_idx, 1.0, -1e9)",
-])  # fmt: skip
-def test_no_finite_fill(text: str) -> None:
-    assert fill_region(parse(text)) is None

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "flash_fx"
 # the first name of a module inside the package -> its floor; siblings on a floor that may not meet are in APART
 FLOORS = {
     **dict.fromkeys(["errors", "options", "reject", "report", "version", "compat"], 0),
-    "score": 1,
+    **dict.fromkeys(["score", "scatter"], 1),
     **dict.fromkeys(["match", "kernels", "tiled", "cpu_sdpa"], 2),
     **dict.fromkeys(["ops", "fingerprint"], 3),
     **dict.fromkeys(["placing", "rewriting", "graph_pass", "backend", "explaining", "exported", "testing"], 4),
@@ -22,7 +22,7 @@ APART = {
     ("match", "kernels"), ("kernels", "match"), ("match", "tiled"), ("tiled", "match"), ("match", "cpu_sdpa"),
     ("cpu_sdpa", "match"), ("kernels", "tiled"), ("tiled", "kernels"), ("kernels", "cpu_sdpa"), ("cpu_sdpa", "kernels"),
 }  # fmt: skip
-NO_TORCH_FX = ("kernels", "score", "tiled", "cpu_sdpa")
+NO_TORCH_FX = ("kernels", "score", "scatter", "tiled", "cpu_sdpa")
 
 
 def imports_of(source: str, package: tuple[str, ...]) -> set[str]:
