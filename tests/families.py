@@ -327,7 +327,7 @@ TRANSLATORS = [
         "num_decoder_attention_heads": 4, "max_position_embeddings": 64, "ngram": 2, "num_buckets": 8,
         "relative_max_distance": 16, **SPECIAL}, translation(), 8, pending=("eval", "train")),
     row("fsmt", "FSMTModel", {**{k: v for k, v in SEQ2SEQ.items() if k != "vocab_size"}, "src_vocab_size": 100,
-        "tgt_vocab_size": 100, "langs": ["en", "de"]}, translation(), 6),
+        "tgt_vocab_size": 100, "langs": ["en", "de"]}, translation(), 6, broken="eager does not run in float64"),
     row("time-series-transformer", "TimeSeriesTransformerModel", {"prediction_length": 8, "context_length": 16,
         "lags_sequence": [1, 2], "num_time_features": 2, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
         "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64},
@@ -340,7 +340,7 @@ TRANSLATORS = [
         future_values=(2, 8), future_time_features=(2, 8, 2), use_cache=False), broken=WRONG_MASK),
     row("patchtst", "PatchTSTModel", {"num_input_channels": 3, "context_length": 32, "patch_length": 4,
         "patch_stride": 4, "num_hidden_layers": 2, "d_model": 32, "num_attention_heads": 4, "ffn_dim": 64},
-        given(past_values=(2, 32, 3)), 2),
+        given(past_values=(2, 32, 3)), 2, broken="stock aot_eager fails at a view"),
 ]  # fmt: skip
 
 SEGFORMER = {"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [4, 1], "hidden_sizes": [16, 32],

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import flash_fx
 
 Named = dict[str, Tensor]
-FACTOR, FEW_EPS = 2, 4
+FACTOR, FEW_EPS = 3, 8  # eager's error is one draw; batch norms enlarge it, gradients that cancel have no scale
 LIMITS = {"recompile_limit": 256, "accumulated_recompile_limit": 4096, "suppress_errors": False}
 
 
@@ -73,16 +73,11 @@ def size(t: Tensor) -> float:
 
 def distance(ours: Tensor, golden: Tensor) -> float:
     """Root mean square error; infinite where the tensors disagree on what is not finite."""
-    same = ~torch.isfinite(golden) & ((ours.isnan() & golden.isnan()) | (ours.double() == golden.double()))
-    return (
-        (ours.double() - golden.double())
-        .masked_fill(same, 0.0)
-        .square()
-        .nan_to_num(nan=float("inf"))
-        .mean()
-        .sqrt()
-        .item()
-    )
+    if golden.numel() == 0:
+        return 0.0
+    ours, golden = ours.double(), golden.double()
+    same = ~torch.isfinite(golden) & ((ours.isnan() & golden.isnan()) | (ours == golden))
+    return (ours - golden).masked_fill(same, 0.0).square().nan_to_num(nan=float("inf")).mean().sqrt().item()
 
 
 def problems(ours: Named, eager: Named, golden: Named, eps: float) -> list[str]:
@@ -135,7 +130,7 @@ def run(family: Family, train: bool, dtype: torch.dtype = torch.float32, autocas
 
 # *** tests ***
 
-QUICK = ("gpt2", "t5", "xlnet", "swin", "gemma2")
+QUICK = ("gemma2", "bloom", "xlnet", "swin", "deberta-v2")
 HALF = (
     "bert", "gpt2", "gemma2", "t5", "falcon-alibi", "swinv2", "xlnet", "mistral", "wav2vec2-conformer", "whisper", "cohere",
     "mpt", "layoutlm", "deepseek-v3",
@@ -146,26 +141,21 @@ def marks(family: Family) -> Any:
     return pytest.param(family.name, marks=() if family.name in QUICK else pytest.mark.slow)
 
 
-EACH = pytest.mark.parametrize("name", [marks(f) for f in FAMILIES])
 MODES = pytest.mark.parametrize("mode", ["eval", "train"])
-result = functools.lru_cache(maxsize=1)(run)
 
 
-@EACH
+@pytest.mark.parametrize("name", [marks(f) for f in FAMILIES])
 @MODES
-def test_numbers(name: str, mode: str) -> None:
-    assert not result(BY_NAME[name], mode == "train").problems
-
-
-@EACH
-@MODES
-def test_counts(name: str, mode: str, request: pytest.FixtureRequest) -> None:
+def test_family(name: str, mode: str) -> None:
     family = BY_NAME[name]
-    if mode in family.pending:
-        request.applymarker(pytest.mark.xfail(reason="the matcher does not reach all sites yet", strict=True))
-    found = result(family, mode == "train")
+    found = run(family, mode == "train")
+    assert not found.problems
     fused, left = family.expected(train=mode == "train")
-    assert (found.fused, found.left) == (fused, Counter(left))
+    reached = (found.fused, found.left) == (fused, Counter(left))
+    if mode in family.pending:
+        assert not reached, "all sites are fused now: take the mode out of the row's `pending`"
+        pytest.xfail(f"{fused} attentions can be fused, {found.fused} are")
+    assert reached, f"{found.fused} fused, left {dict(found.left)}; wanted {fused}, {left}"
 
 
 @pytest.mark.slow
