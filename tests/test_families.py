@@ -106,7 +106,7 @@ def run(family: Family, train: bool, dtype: torch.dtype = torch.float32, autocas
         pytest.importorskip("timm", exc_type=Exception)
     else:
         pytest.importorskip("transformers")
-    if family.broken:
+    if family.broken and ("train" if train else "eval") in family.broken_in:
         pytest.skip(family.broken)
     torch._dynamo.reset()
     model, inputs = family.build().train(train), family.inputs()
@@ -120,10 +120,14 @@ def run(family: Family, train: bool, dtype: torch.dtype = torch.float32, autocas
         compiled = torch.compile(model, backend=flash_fx.make_backend("aot_eager"))
         ours = evaluate(family, model, compiled, inputs, train=train)
         eager = evaluate(family, original, original, inputs, train=train)
-    golden = evaluate(family, wide, wide, wide_inputs, train=train)
+    eps = torch.finfo(dtype).eps
+    if family.double:
+        golden = evaluate(family, wide, wide, wide_inputs, train=train)
+    else:
+        golden, eps = eager, 16 * eps
     sites = [s for r in reports for s in r.sites]
     left = Counter(str(s.reason) for s in sites if s.status == "left")
-    wrong = [] if family.random and train else problems(ours, eager, golden, torch.finfo(dtype).eps)
+    wrong = [] if family.random and train else problems(ours, eager, golden, eps)
     torch._dynamo.reset()
     return Run(wrong, len(sites) - left.total(), left)
 
