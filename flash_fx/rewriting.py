@@ -84,7 +84,7 @@ def _hides(twin: Twin, found: Found) -> Node | None:
     try:
         _result_node(twin, twin.sums.get(found.product, found.product))
     except Reject as r:
-        return twin.origin.get(found.product) if r.reason is Reason.HIDDEN else None
+        return twin.origin.get(found.product) if r.reason in (Reason.HIDDEN, Reason.MUTATED) else None
     return None
 
 
@@ -214,9 +214,12 @@ class _Emitter:
         return self._size(value) if isinstance(value, Expr) else value
 
     def _cast(self, node: Node, operand: Operand) -> Node:
-        if operand.node.meta["val"].dtype == self.site.dtype:
-            return node
-        return self._call(aten._to_copy.default, node, dtype=self.site.dtype)
+        """To the dtype in which the operator runs, rounded on the way as the user's graph rounds."""
+        held = operand.node.meta["val"].dtype
+        for dtype in (operand.dtype or held, self.site.dtype):
+            if dtype != held:
+                node, held = self._call(aten._to_copy.default, node, dtype=dtype), dtype
+        return node
 
     def _seed(self) -> Node:
         device = self.site.product.meta["val"].device
@@ -224,20 +227,44 @@ class _Emitter:
 
     def value(self, node: Node) -> Node:
         """A user node with the value of a twin node, at this moment."""
-        if node in self.live:
-            return self.live[node]
         if node not in self.made:
-            self.made[node] = self._saved(node) or self._reemit(node)
+            self.made[node] = self._read(node) or self._saved(node) or self._reemit(node)
         return self.made[node]
 
+    def _read(self, node: Node) -> Node | None:
+        """The user's node that holds the value; a copy where it is overwritten later, which autograd would object to."""
+        user = self.live.get(node)
+        if user is None or not self._wants_gradient() or self.twin.history[user][-1][0] < self.moment:
+            return user
+        return self._call(aten.clone.default, user)
+
+    def _wants_gradient(self) -> bool:
+        value = example_value(self.target)
+        return isinstance(value, torch.Tensor) and value.requires_grad
+
     def _saved(self, node: Node) -> Node | None:
-        """A copy of a value that an in-place operation overwrites before this moment, taken just before it."""
+        """A copy of a value that an in-place operation overwrites before this moment, taken as soon as it exists."""
         for user, entries in self.twin.history.items():
-            for (_, held), (overwritten, _) in itertools.pairwise(entries):
-                if held is node and overwritten < self.moment:
-                    writer = next(n for n, moment in self.twin.order.items() if moment == overwritten)
-                    with self.graph.inserting_before(writer):
+            for (made, held), (overwritten, _) in itertools.pairwise(entries):
+                after = self._differentiable(made, overwritten) if held is node and overwritten < self.moment else None
+                if after is not None:
+                    with self.graph.inserting_after(after):
                         return self._call(aten.clone.default, user)
+        return None
+
+    def _differentiable(self, first: int, end: int) -> Node | None:
+        """The first node from this moment on, and before `end`, after which autograd would see a copy."""
+        enabled = True
+        nodes = list(self.graph.nodes)
+        last_placeholder = max((i for i, n in enumerate(nodes) if n.op == "placeholder"), default=-1)
+        for i, n in enumerate(nodes):
+            if getattr(n.target, "__name__", "") == "_set_grad_enabled":
+                enabled = bool(n.args[0])
+            moment = self.twin.order.get(n, -1)
+            if moment >= end:
+                return None
+            if moment >= first and i >= last_placeholder and (enabled or not self._wants_gradient()):
+                return n
         return None
 
     def _reemit(self, node: Node) -> Node:

@@ -775,10 +775,17 @@ def mask_written_at_one_key(q, k, v):
     return (q @ k.mT * 0.25 + mask).softmax(-1) @ v
 
 
+@row(*qkv(), T((B, H, M - 1, N - 1)), program="")
+def bias_written_beside_the_class_token(q, k, v, bias):
+    s = q @ k.mT * 0.25
+    s[:, :, 1:, 1:] = s[:, :, 1:, 1:] + bias
+    return s.softmax(-1) @ v
+
+
 @row(*qkv(kind="plain"), program=PLAIN)
 def results_given_as_out(q, k, v):
     with torch.no_grad():
-        s = torch.empty(*q.shape[:3], k.size(2))
+        s = torch.empty(*q.shape[:3], k.size(2), dtype=q.dtype)
         torch.matmul(q, k.mT, out=s)
         s.mul_(0.25)
         torch.softmax(s, -1, out=s)
@@ -788,7 +795,7 @@ def results_given_as_out(q, k, v):
 @row(*qkv(kind="plain"), program=PLAIN)
 def value_product_given_as_out(q, k, v):
     with torch.no_grad():
-        out = torch.empty(*q.shape[:3], v.size(3))
+        out = torch.empty(*q.shape[:3], v.size(3), dtype=q.dtype)
         torch.matmul((q @ k.mT * 0.25).softmax(-1), v, out=out)
         return out
 
@@ -843,6 +850,13 @@ def scores_of_a_layer_norm(q, k, v):
 
 
 # *** regions ***
+
+
+@row(*floats((B, 6, M, D), (B, 2, N, D), (B, 2, N, D)), program=PLAIN, lossy=torch.bfloat16)
+def grouped_keys_rounded_by_autocast(q, k, v):
+    with torch.autocast("cpu", torch.bfloat16):
+        v = v @ torch.eye(D, dtype=v.dtype)
+        return (q @ (k * 1.5).repeat_interleave(3, 1).mT * 0.25).softmax(-1) @ v.repeat_interleave(3, 1)
 
 
 @row(*qkv(), program=PLAIN)

@@ -120,7 +120,7 @@ GENERATORS = frozenset(
 )  # fmt: skip
 
 # In-place writes into part of a tensor, as the twin shows them.
-WRITES = frozenset({"copy", "index_put", "slice_scatter", "select_scatter"})
+WRITES = frozenset({"index_put", "slice_scatter", "select_scatter"})
 
 # What may stand between the softmax and the products on either side; used to find candidates, not to judge them.
 TRANSPARENT = (

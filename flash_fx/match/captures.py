@@ -21,10 +21,14 @@ def renumber(program: Program, captures: list[Node]) -> tuple[Program, tuple[Nod
 
 
 def unfold(
-    program: Program, captures: tuple[Node, ...], folded: Expr | None, heads: Expr
+    program: Program, captures: tuple[Node, ...], folded: Expr | None, heads: Expr, fits: Callable[[Node, int], bool]
 ) -> tuple[Program, tuple[Operand, ...]]:
-    """Read `c[b * heads + h]`, the folded index, as `c.view(b, heads)[b, h]`: gradients want one position per axis."""
+    """Read `c[b * heads + h]`, the folded index, as `c.view(b, heads)[b, h]`: gradients want one position per axis.
+
+    `fits` tells whether an axis of a tensor is exactly as long as the folded index runs.
+    """
     axes = {n: _folded_axis(program, n, folded) for n in range(len(captures))}
+    axes = {n: axis if axis is not None and fits(captures[n], axis) else None for n, axis in axes.items()}
 
     def split(n: Load) -> Load:
         axis = axes[n.head]

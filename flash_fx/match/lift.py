@@ -7,7 +7,7 @@ indices are known, `$i` is split into batch and head by the divisor the graph it
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import Node
@@ -21,7 +21,7 @@ from . import index as ix
 from .captures import renumber, unfold
 from .normalize import Twin, leaf_value
 from .operand import B, H, as_operand
-from .pull import D, I, Index, M, N, Puller, _widens, compare, logical, negate
+from .pull import D, I, Index, M, N, Puller, compare, logical, negate
 from .shapes import Shapes
 from .site import Operand, Site
 
@@ -242,7 +242,7 @@ def _build(twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: in
     )
     program, nodes = renumber(program, puller.captures)
     folded = canonical(I) if heads is not ix.ONE and batch is not ix.ONE else None
-    program, captures = unfold(program, nodes, folded, heads)
+    program, captures = unfold(program, nodes, folded, heads, lambda n, axis: ix.same(shapes.of(n)[axis], sizes[I]))
     _check_integers(program, anchor)
     dtype = _common_dtype([q_dtype, k_dtype, v_dtype], product)
     dims = {"B": batch, "H": heads, "HK": kv_heads, "M": sizes[M], "N": sizes[N], "D": sizes[D], "DV": dv}
@@ -369,29 +369,59 @@ def _conjuncts(e: Expr | None) -> set[Expr]:
     return _conjuncts(e.args[0]) | _conjuncts(e.args[1]) if isinstance(e, Op) and e.head == "and" else {e}
 
 
+_BOUNDED = frozenset({"add", "sub", "mul", "neg", "tanh", "sigmoid", "maximum", "minimum", "abs", "float", "bool", "int"})
+_HUGE = 1e10
+
+
 def _may_hold_infinity(puller: Puller, score: Expr) -> bool:
+    """Could a whole row be -inf or NaN but for what `keep` says? Scores, layers and trained tensors count as finite.
+
+    One finite fill on top of everything is fine: sums and multiples of it may overflow.
+    """
+    while isinstance(score, Op) and score.head == "where" and _is_finite_constant(score.args[1], score.args[2]):
+        score = score.args[2] if isinstance(score.args[1], Const) else score.args[1]
     return any(
-        (isinstance(n, Const) and n.head == math.inf)
-        or (isinstance(n, Load) and _may_be_mask(puller.twin, puller.captures[n.head]))
+        (isinstance(n, Const) and type(n.head) is float and not abs(n.head) <= _HUGE)
+        or (isinstance(n, Load) and not _is_finite(puller.twin, puller.captures[n.head]))
+        or (isinstance(n, Op) and not _is_tame(n))
         for n in walk(score)
     )
 
 
-def _may_be_mask(twin: Twin, node: Node) -> bool:
-    """May this tensor hold -inf: is it made from float inputs that are neither trained nor computed by a layer?"""
-    seen: set[Node] = set()
-    stack = [node]
+def _is_finite_constant(*branches: Expr) -> bool:
+    return any(isinstance(e, Const) and math.isfinite(e.head) for e in branches)
+
+
+def _is_tame(e: Op) -> bool:
+    if e.head in ("div", "floordiv", "mod"):
+        return isinstance(e.args[1], Const) and abs(e.args[1].head) >= 1 / _HUGE
+    return e.head in _BOUNDED or e.head in ("where", "not", "and", "or", "xor", "lt", "le", "gt", "ge", "eq", "ne")
+
+
+_FINITE_IF_INPUTS_ARE = (table.VIEWS | table.CASTS) | {"add", "sub", "mul", "neg", "tanh", "sigmoid", "cat", "index"}
+
+
+def _is_finite(twin: Twin, node: Node) -> bool:
+    """Is the tensor made from integers, layers and trained parameters by operations that keep them finite?"""
+    stack, seen = [node], set()
     while stack:
         n = stack.pop()
-        if n in seen or n.target in (table.BMM, leaf_value) or n in twin.requires_grad:
+        value = n.meta.get("val")
+        if n in seen or n.target in (table.BMM, leaf_value) or not isinstance(value, torch.Tensor):
             continue
         seen.add(n)
-        value = n.meta.get("val")
-        held = isinstance(value, torch.Tensor) and value.is_floating_point()
-        if held and (n.op != "call_function" or -math.inf in n.args):
-            return True
+        if not value.is_floating_point() or (n.op != "call_function" and n in twin.requires_grad):
+            continue
+        generated = table.name_of(n) in table.GENERATORS or (
+            table.name_of(n) == "constant_pad_nd" and len(n.args) > 2 and abs(n.args[2]) <= _HUGE  # type: ignore[arg-type, operator]
+        )
+        numbers = [a for a in n.args if isinstance(a, (int, float))]
+        known = generated or (table.name_of(n) in _FINITE_IF_INPUTS_ARE and n.op == "call_function")
+        huge = table.name_of(n) not in table.VIEWS and any(not abs(a) <= _HUGE for a in numbers)
+        if not known or huge:
+            return False
         stack.extend(n.all_input_nodes)
-    return False
+    return True
 
 
 def _fills(e: Expr) -> tuple[Expr, Expr | None]:
@@ -525,6 +555,7 @@ def _operands_of(
     indexer.sizes[D] = sizes["d"]
     node, index = start
     index = _at_ones(index, puller.shapes.of(node))
+    dtype: torch.dtype = node.meta["val"].dtype  # the narrowest on the way: casts commute with views
     while True:
         positions = [indexer.renormalise(substitute(i, split)) for i in index]
         shape = list(puller.shapes.of(node))
@@ -532,16 +563,26 @@ def _operands_of(
         if reached is not None:
             operand, heads = reached
             cost = indexer.hint(heads) * 100 + len(operand.steps) + (0 if node in puller.defined else 3)
-            found.append(_Candidate(operand, heads, cost, node.meta["val"].dtype))
+            cost += dtype != node.meta["val"].dtype
+            found.append(_Candidate(replace(operand, dtype=dtype), heads, cost, dtype))
         step = puller.view(node, index)
-        if step is None and table.name_of(node) in table.CASTS and _widens(node):
-            step = (node.args[0], index)  # type: ignore[assignment]
+        if step is None and table.name_of(node) in table.CASTS and (narrowest := _narrowest(node, dtype)) is not None:
+            step, dtype = (node.args[0], index), narrowest  # type: ignore[assignment]
         if step is None or node in puller.twin.stops:
             break
         node, index = step
     if not found:
         raise Reject(Reason.OPERAND, start[0], what)
     return sorted(found, key=lambda c: c.cost)
+
+
+def _narrowest(cast: Node, so_far: torch.dtype) -> torch.dtype | None:
+    """The dtype that a value above the cast is rounded to on the way; None where no single rounding does it."""
+    above: torch.dtype = cast.args[0].meta["val"].dtype  # type: ignore[union-attr]
+    if not above.is_floating_point or not so_far.is_floating_point:
+        return None
+    wider = torch.promote_types(above, so_far)
+    return so_far if wider == above else above if wider == so_far else None
 
 
 def _without_ones(shape: list[Expr], positions: list[Expr]) -> tuple[list[Expr], list[Expr]]:
@@ -557,7 +598,7 @@ def _with_heads(candidates: list[_Candidate], wanted: Expr) -> tuple[Operand, to
             return c.operand, c.dtype
         if c.heads is ix.ONE:
             expand = (torch.ops.aten.expand.default, ((const(-1), wanted, const(-1), const(-1)),))
-            return Operand(c.operand.node, (*c.operand.steps, expand)), c.dtype
+            return replace(c.operand, steps=(*c.operand.steps, expand)), c.dtype
     raise Reject(Reason.OPERAND, candidates[0].operand.node, "heads in groups of different sizes")
 
 

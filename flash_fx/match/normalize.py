@@ -217,10 +217,11 @@ def _refuse_what_hides_writes(gm: GraphModule) -> None:
                 body = getattr(gm, str(attribute.target), None)
                 if isinstance(body, GraphModule) and _writes_inputs(body):
                     raise UntraceableError("a higher-order operation writes in place")
-    inputs = [example_value(n) for n in gm.graph.nodes if n.op == "placeholder"]
-    storages = [v.untyped_storage()._cdata for v in inputs if isinstance(v, torch.Tensor) and v.layout is torch.strided]
-    if len(set(storages)) < len(storages) and any(may_mutate(n) for n in gm.graph.nodes):
-        raise UntraceableError("inputs share memory and the graph writes in place")
+    inputs = [_memory(example_value(n)) for n in gm.graph.nodes if n.op == "placeholder"]
+    shared = {m for m in inputs if m is not None and inputs.count(m) > 1}
+    written = {_memory(example_value(s)) for n in gm.graph.nodes if may_mutate(n) for s in n.all_input_nodes}
+    if shared & written:
+        raise UntraceableError("inputs share memory and the graph writes into it")
 
 
 def _writes_inputs(body: GraphModule) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from ..reject import Reason, Reject
-from ..score.expr import FALSE, TRUE, Const, Expr, Load, Op, const, load, name, op, walk, where
+from ..score.expr import FALSE, TRUE, Const, Expr, Load, Op, const, load, name, op, rebuild, walk, where
 from . import aten as table
 from . import index as ix
 from .normalize import Twin, leaf_value
@@ -41,6 +41,7 @@ class Puller:
         self.ends: dict[Node, Callable[[Index], Expr]] = {}
         self.captures: list[Node] = []
         self.visited: set[Node] = set()  # cone nodes the expression stands for
+        self.partial = 0  # inside of what is written into a part of a tensor: how deep
         self._memo: dict[tuple[Node, Index], Expr | None] = {}
 
     # *** the walk ***
@@ -53,6 +54,17 @@ class Puller:
             return found
         found = self._inline_if_small(node, index)
         return self._capture(node, index) if found is None else found
+
+    def _spans(self, i: Expr, size: Expr) -> bool:
+        """Does the index run over exactly this dimension, as one coordinate or as its part along a folded axis?"""
+        if i in self.indexer.sizes or i is ix.ZERO:
+            return ix.same(size, self.indexer.sizes.get(i, ix.ONE))
+        if not isinstance(i, Op) or i.head not in ("floordiv", "mod"):
+            return False
+        if i.head == "mod":
+            return ix.same(size, i.args[1])
+        whole = self.indexer.sizes.get(i.args[0])
+        return whole is not None and ix.same(ix.mul(size, i.args[1]), whole)
 
     def _inline_if_small(self, node: Node, index: Index) -> Expr | None:
         """The value as arithmetic, unless a tensor of fewer axes than the scores would do as well."""
@@ -76,6 +88,8 @@ class Puller:
 
     def _inline_uncached(self, node: Node, index: Index) -> Expr | None:
         if node in self.ends:
+            if self.partial and not all(map(self._spans, index, self.shapes.of(node))):
+                raise Reject(Reason.SCORE, node, "it is written into a part of a larger tensor")
             return self.ends[node](index)
         if node in self.cone:
             if self.gradients and node in self.twin.stops:
@@ -356,10 +370,6 @@ class Puller:
         """`x[mask] = number`, `x[..., a:b] = y`, `x[..., i] = y` as they are without writing in place."""
         if operation == "index_put":
             return self._masked_write(node, index)
-        if operation == "copy":
-            source: Node = node.args[1]  # type: ignore[assignment]
-            same = source.meta["val"].dtype == node.meta["val"].dtype
-            return self.pull(source, self._unexpand(source, index)) if same else None
         axis = int(node.args[2] if len(node.args) > 2 else 0) % len(index)  # type: ignore[arg-type]
         found = (self._slice_write if operation == "slice_scatter" else self._select_write)(node, axis, index)
         return None if found is None else choose(*found, self.pull(node.args[0], index))  # type: ignore[arg-type]
@@ -379,11 +389,15 @@ class Puller:
         start = None if start is None else self._clamped_start(start, self.shapes.of(node)[axis], taken)
         if start is None or step not in (None, 1):
             return None
-        below = compare("lt", index[axis], ix.add(start, taken))
-        inside = logical("logical_and", [compare("ge", index[axis], start), below])
+        stop, size = ix.add(start, taken), self.shapes.of(node)[axis]
+        above = TRUE if start is ix.ZERO else compare("ge", index[axis], start)
+        below = TRUE if ix.same(stop, size) else compare("lt", index[axis], stop)
+        inside = logical("logical_and", [above, below])
         moved = (*index[:axis], ix.sub(index[axis], start), *index[axis + 1 :])
+        self.partial += inside is not TRUE
         new = self.pull(node.args[1], moved)  # type: ignore[arg-type]
-        return None if _has_load(new) and inside is not TRUE else (inside, new)  # it would read beyond its tensor
+        self.partial -= inside is not TRUE
+        return inside, _read_only_where(inside, new)
 
     def _masked_write(self, node: Node, index: Index) -> Expr | None:
         masks = [(at, m) for at, m in enumerate(node.args[1]) if m is not None]  # type: ignore[arg-type]
@@ -404,6 +418,8 @@ class Puller:
     def _pointwise(self, node: Node, operation: str, index: Index) -> Expr | None:
         how, build = table.POINTWISE[operation]
         dtype = node.meta["val"].dtype
+        if dtype is torch.float16 and node not in self.cone and how == "result":
+            return None  # it may overflow, where float32 does not
         kwargs = dict(node.kwargs)
         values = list(node.args)
         if operation == "clamp":
@@ -652,6 +668,19 @@ def _narrow(e: Expr, dtype: torch.dtype) -> Expr | None:
 
 def _names(index: Index) -> set[Expr]:
     return {n for i in index for n in walk(i)}
+
+
+def _read_only_where(inside: Expr, e: Expr) -> Expr:
+    """Loads at element 0 outside of the part that was written, where their index would lie beyond the tensor."""
+    if inside is TRUE:
+        return e
+    done: dict[int, Expr] = {}
+    for n in walk(e):
+        args = tuple(done[id(a)] for a in n.args)
+        if isinstance(n, Load):
+            args = tuple(a if isinstance(a, Const) else where(inside, a, 0) for a in args)
+        done[id(n)] = rebuild(n, args)
+    return done[id(e)]
 
 
 def _is_same(x: Any, y: Any, depth: int = 4) -> bool:

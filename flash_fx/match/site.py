@@ -20,6 +20,7 @@ class Operand:
 
     node: Node
     steps: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
+    dtype: torch.dtype | None = None  # the value is rounded to it; None for that of the node
 
 
 @dataclass(frozen=True)

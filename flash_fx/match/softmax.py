@@ -15,6 +15,7 @@ Works on the twin alone, before anything is searched for. Recognised, for a row-
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,24 +33,42 @@ _SAME_VALUE = frozenset({"alias", "clone", "contiguous", "lift_fresh", "_to_copy
 
 def canonicalise(twin: Twin) -> None:
     """Replace every recognised spelling in the twin; `twin.sinks` gets the extra terms of denominators."""
-    for rule in (_nodes_of_quotients, _nodes_of_logarithms, _nodes_of_columns, _nodes_of_shifts, _nodes_of_guards):
+    for node in twin.stops:
+        node.meta["stop"] = True
+    rules = (_copies, _dropouts, _quotients, _logarithms, _columns, _shifts, _guards)
+    for rule in rules:
         rule(twin)
     _split_sums_of_weights(twin)
 
+
+_REDUCTIONS = (aten.sum.dim_IntList, aten.amax.default, aten.max.dim, aten.logsumexp.default)
 
 # *** looking through ***
 
 
 def peel(node: Any) -> Any:
-    """The node that first has this value, whatever its dtype and memory."""
-    while isinstance(node, Node) and table.name_of(node) in _SAME_VALUE:
+    """The node that first has this value, whatever its float dtype and memory.
+
+    Stops where eager stops the gradient: a part that is detached is no part of a softmax.
+    """
+    while _is(node, *_SAME_VALUE) and not _is_integer_cast(node):
         node = node.args[0]
     return node
 
 
+def _is(node: Any, *names: str) -> bool:
+    """One of these operations, and no stop of the gradient."""
+    return isinstance(node, Node) and table.name_of(node) in names and not node.meta.get("stop")
+
+
+def _is_integer_cast(node: Node) -> bool:
+    values = [n.meta["val"] for n in (node, node.args[0])]  # type: ignore[union-attr]
+    return not all(isinstance(v, torch.Tensor) and v.is_floating_point() for v in values) and _is(node, "_to_copy")
+
+
 def _peel_broadcast(node: Any) -> Any:
     node = peel(node)
-    while isinstance(node, Node) and table.name_of(node) in ("expand", "expand_as"):
+    while _is(node, "expand", "expand_as"):
         node = peel(node.args[0])
     return node
 
@@ -82,10 +101,10 @@ def _reduction(node: Any, names: tuple[str, ...]) -> tuple[Node, int] | None:
     """(what is reduced, over which dimension) where the node is such a reduction, its dimension kept or put back."""
     node = _peel_broadcast(node)
     put_back = None
-    if isinstance(node, Node) and table.name_of(node) == "unsqueeze":
+    if _is(node, "unsqueeze"):
         put_back = int(node.args[1]) % _rank(node)  # type: ignore[arg-type]
         node = peel(node.args[0])
-    if not isinstance(node, Node) or table.name_of(node) not in names:
+    if not _is(node, *names) or node.target not in _REDUCTIONS:
         return None
     source, dims, keeps = node.args[0], _argument(node, 1), bool(_argument(node, 2))
     dims = [dims] if isinstance(dims, int) else dims
@@ -142,6 +161,48 @@ def _softmax_for(twin: Twin, old: Node, x: Node, dim: int, sink: Any = None, *, 
     return _insert(twin, old, aten._to_copy.default, new, dtype=dtype, val=x.meta["val"].to(dtype), like=old)
 
 
+# *** what in-place operations leave behind ***
+
+
+def _copies(twin: Twin) -> None:
+    """`copy(x, y)` is y with the shape and dtype of x, whose values nobody reads."""
+    for node in list(twin.graph.nodes):
+        if node.target is not aten.copy.default or node in twin.stops:
+            continue
+        val, source = node.meta["val"], node.args[1]
+        if source.meta["val"].dtype != val.dtype:
+            narrowed = source.meta["val"].to(val.dtype)
+            source = _insert(twin, node, aten._to_copy.default, source, dtype=val.dtype, val=narrowed, like=source)
+        if _texts(source) != _texts(node):
+            source = _insert(twin, node, aten.expand.default, source, list(val.shape), val=val, like=source)
+        _take_place(twin, node, source)
+
+
+def _dropouts(twin: Twin) -> None:
+    """Dropout in place: `x * (bernoulli(p) / p)` is native_dropout with probability 1 - p."""
+    for node in list(twin.graph.nodes):
+        if table.name_of(node) != "mul" or not all(isinstance(a, Node) for a in node.args):
+            continue
+        x, noise = node.args
+        keep = _survival(noise)
+        if keep is None or len(noise.users) != 1:
+            continue
+        val = node.meta["val"]
+        both = (val, val.new_empty(val.shape, dtype=torch.bool))
+        args = (x, round(1.0 - keep, 12), True)
+        pair = _insert(twin, node, aten.native_dropout.default, *args, val=both, like=node)  # type: ignore[arg-type]
+        _take_place(twin, node, _insert(twin, node, operator.getitem, pair, 0, val=val, like=node))
+
+
+def _survival(noise: Node) -> float | None:
+    """p where the node is bernoulli(p) / p"""
+    if table.name_of(noise) != "div" or noise.kwargs or not isinstance(noise.args[0], Node):
+        return None
+    drawn, p = noise.args[0], noise.args[1]
+    same = table.name_of(drawn) == "bernoulli" and len(drawn.args) > 1 and drawn.args[1] == p
+    return p if same and isinstance(p, float) and len(drawn.users) == 1 else None
+
+
 # *** exp over its sum ***
 
 
@@ -155,7 +216,7 @@ class _Row:
     dim: int
 
 
-def _nodes_of_quotients(twin: Twin) -> None:
+def _quotients(twin: Twin) -> None:
     for node in list(twin.graph.nodes):
         parts = _quotient(node)
         if parts is None:
@@ -175,7 +236,7 @@ def _quotient(node: Node) -> tuple[Node, Node] | None:
     if operation == "mul":
         for a, b in (node.args, reversed(node.args)):
             inverse = peel(b)
-            if isinstance(inverse, Node) and table.name_of(inverse) == "reciprocal" and isinstance(a, Node):
+            if _is(inverse, "reciprocal") and isinstance(a, Node):
                 return a, inverse.args[0]  # type: ignore[return-value]
     return None
 
@@ -204,19 +265,16 @@ def _normalised(twin: Twin, numerator: Node, denominator: Node, before: Node) ->
 
 def _exponent(twin: Twin, node: Any, before: Node) -> Node | None:
     """z where the node is exp(z), or exp(z) with zeros where a mask says so, which is exp(-inf)."""
-    if not isinstance(node, Node):
-        return None
-    operation = table.name_of(node)
-    if operation == "exp":
-        return node.args[0]  # type: ignore[return-value]
-    if operation not in ("masked_fill", "where", "mul"):
+    if _is(node, "exp"):
+        return node.args[0]
+    if not _is(node, "masked_fill", "where", "mul"):
         return None
     found = _zeroed(node)
     if found is None:
         return None
     kept, condition, inverted = found
     inner = peel(kept)
-    if not isinstance(inner, Node) or table.name_of(inner) != "exp":
+    if not _is(inner, "exp"):
         return None
     z: Node = inner.args[0]  # type: ignore[assignment]
     val = z.meta["val"]
@@ -236,7 +294,8 @@ def _zeroed(node: Node) -> tuple[Node, Node, bool] | None:
             return x, condition, False  # type: ignore[return-value]
         return (y, condition, True) if _is_zero(x) else None  # type: ignore[return-value]
     for value, mask in (node.args, reversed(node.args)):
-        mask = peel(mask)
+        if _is(mask, "_to_copy"):
+            mask = mask.args[0]
         if isinstance(value, Node) and isinstance(mask, Node) and mask.meta["val"].dtype is torch.bool:
             return value, mask, False
     return None
@@ -251,7 +310,7 @@ def _is_zero(value: Any) -> bool:
 
 def _terms(node: Any) -> Iterator[Any]:
     inner = peel(node)
-    if isinstance(inner, Node) and table.name_of(inner) == "add" and not inner.kwargs:
+    if _is(inner, "add") and not inner.kwargs:
         yield from _terms(inner.args[0])
         yield from _terms(inner.args[1])
     else:
@@ -261,11 +320,11 @@ def _terms(node: Any) -> Iterator[Any]:
 def _without_floor(denominator: Node, exponential: Node) -> Any:
     """max(sum, eps) is the sum where the greatest term is exp(0) = 1."""
     node = peel(denominator)
-    if table.name_of(node) not in ("clamp_min", "clamp") or len(node.args) + len(node.kwargs) != 2:
+    if not _is(node, "clamp_min", "clamp") or len(node.args) + len(node.kwargs) != 2:
         return denominator
     floor = node.args[1] if len(node.args) > 1 else node.kwargs.get("min")
-    z = peel(exponential.args[0]) if table.name_of(exponential) == "exp" else None
-    if not isinstance(floor, (int, float)) or floor > 1 or z is None or table.name_of(z) != "sub" or z.kwargs:
+    z: Any = peel(exponential.args[0]) if _is(exponential, "exp") else None
+    if not isinstance(floor, (int, float)) or floor > 1 or not _is(z, "sub") or z.kwargs:
         return denominator
     greatest = _reduction(_peel_item(z.args[1]), ("amax", "max"))
     return node.args[0] if greatest is not None and peel(greatest[0]) is peel(z.args[0]) else denominator
@@ -274,7 +333,7 @@ def _without_floor(denominator: Node, exponential: Node) -> Any:
 def _peel_item(node: Any) -> Any:
     """`max(dim)` gives values and indices: its first item counts as the reduction."""
     node = _peel_broadcast(node)
-    if isinstance(node, Node) and table.name_of(node) == "getitem" and node.args[1] == 0:
+    if _is(node, "getitem") and node.args[1] == 0:
         return node.args[0]
     return node
 
@@ -282,7 +341,7 @@ def _peel_item(node: Any) -> Any:
 def _split_shift(z: Node, dim: int) -> tuple[Node, Node | None]:
     """(x, c) of x - c with c constant along the row and made from the scores; (z, None) otherwise."""
     inner = peel(z)
-    if table.name_of(inner) == "sub" and not inner.kwargs and isinstance(inner.args[0], Node):
+    if _is(inner, "sub") and not inner.kwargs and isinstance(inner.args[0], Node):
         x, c = inner.args
         if isinstance(c, Node) and _is_row_constant(c, x, dim) and _depends_on_product(c):
             return x, c  # type: ignore[return-value]
@@ -308,15 +367,15 @@ def _sink(term: Any, z: Node, shift: Node | None, dim: int) -> Any:
     value = peel(term)
     if not isinstance(value, Node):
         return math.log(value) if shift is None and isinstance(value, (int, float)) and value > 0 else None
-    if not _is_row_constant(value, z, dim) or table.name_of(value) != "exp":
+    if not _is_row_constant(value, z, dim) or not _is(value, "exp"):
         return None
     logit: Node = value.args[0]  # type: ignore[assignment]
     if shift is None:
         return logit
     inner, c = peel(logit), _peel_broadcast(shift)
-    if table.name_of(inner) == "neg" and _peel_broadcast(inner.args[0]) is c:
+    if _is(inner, "neg") and _peel_broadcast(inner.args[0]) is c:
         return 0.0
-    if table.name_of(inner) == "sub" and not inner.kwargs and _peel_broadcast(inner.args[1]) is c:
+    if _is(inner, "sub") and not inner.kwargs and _peel_broadcast(inner.args[1]) is c:
         return inner.args[0]
     return None
 
@@ -327,14 +386,15 @@ def _normalise_before_product(twin: Twin, node: Node, numerator: Node, denominat
     if product is None:
         return
     for position in (0, 1):
-        exponential, views = _through_views(product.args[position])
+        exponential, views = _walk_up(product.args[position])
         reduced = next(
             (r for t in _terms(denominator) if (r := _reduction(t, ("sum",))) and peel(r[0]) is exponential), None
         )
         if not isinstance(exponential, Node) or reduced is None or reduced[1] != _rank(exponential) - 1:
             continue
         row = _normalised(twin, exponential, denominator, product)
-        if row is None or position != 0 or not _one_number_a_row(denominator, numerator):
+        rows_stay = _keeps_rows(path, product) and _keeps_rows(views, exponential)
+        if row is None or position != 0 or not rows_stay or not _one_number_a_row(denominator, numerator, exponential):
             return
         weights = _softmax_for(twin, product, row.x, row.dim, row.sink)
         left = _repeat(twin, views, weights, product)
@@ -344,10 +404,17 @@ def _normalise_before_product(twin: Twin, node: Node, numerator: Node, denominat
         return
 
 
-def _one_number_a_row(denominator: Node, numerator: Node) -> bool:
-    """The quotient divides every row of the product by one number: [.., M, Dv] / [.., M, 1], no other axis moved."""
-    d, n = _peel_broadcast(denominator), numerator
-    return _rank(d) == _rank(n) and _is_one(_shape(d)[-1]) and _texts(d)[:-1] == _texts(n)[:-1]
+def _one_number_a_row(denominator: Node, numerator: Node, exponential: Node) -> bool:
+    """The quotient divides every row of the product by its own sum: [.., M, Dv] / [.., M, 1] for [.., M, N]."""
+    d = _peel_broadcast(denominator)
+    alike = _texts(d)[:-1] == _texts(numerator)[:-1] == _texts(exponential)[:-1]
+    return alike and _rank(d) == _rank(numerator) and _is_one(_shape(d)[-1])
+
+
+def _keeps_rows(path: list[Node], start: Node) -> bool:
+    """Only axes before the last two are folded and unfolded, in their order."""
+    folding = {"view", "_unsafe_view", "reshape", "expand", *_SAME_VALUE}
+    return all(table.name_of(n) in folding and _texts(n)[-2:] == _texts(start)[-2:] for n in path)
 
 
 def _texts(node: Node) -> list[str]:
@@ -365,14 +432,9 @@ def _to_product(node: Node) -> tuple[list[Node], Node | None]:
     return path, node if node.target is table.BMM else None
 
 
-def _through_views(node: Any) -> tuple[Any, list[Node]]:
-    inner, path = _walk_up(node)
-    return peel(inner), path
-
-
 def _walk_up(node: Any) -> tuple[Any, list[Node]]:
     path: list[Node] = []
-    while isinstance(node, Node) and table.name_of(node) in _PATH:
+    while _is(node, *_PATH) and not _is_integer_cast(node):
         path.append(node)
         node = node.args[0]
     return node, path[::-1]
@@ -390,17 +452,15 @@ def _repeat(twin: Twin, path: list[Node], start: Node, before: Node) -> Node:
 # *** logarithms ***
 
 
-def _nodes_of_logarithms(twin: Twin) -> None:
+def _logarithms(twin: Twin) -> None:
     for node in list(twin.graph.nodes):
         if table.name_of(node) != "exp":
             continue
         inner = peel(node.args[0])
-        if not isinstance(inner, Node):
-            continue
-        if table.name_of(inner) == "_log_softmax":
+        if _is(inner, "_log_softmax"):
             x, dim = inner.args[0], int(inner.args[1]) % _rank(node)  # type: ignore[arg-type]
             _take_place(twin, node, _softmax_for(twin, node, x, dim), (inner,))  # type: ignore[arg-type]
-        elif table.name_of(inner) == "sub" and not inner.kwargs:
+        elif _is(inner, "sub") and not inner.kwargs:
             x, reduced = inner.args[0], _reduction(inner.args[1], ("logsumexp",))
             if isinstance(x, Node) and reduced is not None and peel(reduced[0]) is peel(x):
                 _take_place(twin, node, _softmax_for(twin, node, x, reduced[1]), (inner,))
@@ -409,14 +469,14 @@ def _nodes_of_logarithms(twin: Twin) -> None:
 # *** a sink as a column ***
 
 
-def _nodes_of_columns(twin: Twin) -> None:
+def _columns(twin: Twin) -> None:
     for node in list(twin.graph.nodes):
         if node.target is not aten._softmax.default:
             continue
         dim = int(node.args[1]) % max(_rank(node), 1)
         z, _ = _split_shift(node.args[0], dim)  # type: ignore[arg-type]
         joined = peel(z)
-        if table.name_of(joined) != "cat" or int(_argument(joined, 1)) % _rank(node) != dim:
+        if not _is(joined, "cat") or int(_argument(joined, 1)) % _rank(node) != dim:
             continue
         pieces = joined.args[0]
         if len(pieces) != 2 or not _is_one(_shape(pieces[1])[dim]) or _is_one(_shape(pieces[0])[dim]):
@@ -431,7 +491,7 @@ def _nodes_of_columns(twin: Twin) -> None:
 def _users_of_value(node: Node) -> list[Node]:
     out: list[Node] = []
     for user in node.users:
-        out += _users_of_value(user) if table.name_of(user) in _SAME_VALUE else [user]
+        out += _users_of_value(user) if _is(user, *_SAME_VALUE) else [user]
     return out
 
 
@@ -447,7 +507,7 @@ def _drops_last(node: Node, dim: int) -> bool:
 # *** shifts by hand ***
 
 
-def _nodes_of_shifts(twin: Twin) -> None:
+def _shifts(twin: Twin) -> None:
     for node in list(twin.graph.nodes):
         if node.target in table.SOFTMAX:
             dim = int(node.args[1]) % max(_rank(node), 1)  # type: ignore[arg-type]
@@ -508,7 +568,7 @@ def _is_minus_infinity(value: Any) -> bool:
 # *** rows without a key ***
 
 
-def _nodes_of_guards(twin: Twin) -> None:
+def _guards(twin: Twin) -> None:
     for node in list(twin.graph.nodes):
         weights = _guarded(node)
         inner = peel(weights)
