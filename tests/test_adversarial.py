@@ -152,7 +152,155 @@ def weights_both_ways(q, k, v):
     return (w @ v).sum() + (w.mT @ q).sum()
 
 
-FUNCTIONS = [f for f in list(globals().values()) if getattr(f, "__module__", "") == __name__ and f is not sm]
+# *** softmax by hand that is none ***
+
+
+def ex(q, k):
+    return (q @ k.mT * 0.3).exp()
+
+
+def total_detached(q, k, v):
+    e = ex(q, k)
+    return (e / e.sum(-1, keepdim=True).detach()) @ v
+
+
+def total_without_grad(q, k, v):
+    e = ex(q, k)
+    with torch.no_grad():
+        total = e.sum(-1, keepdim=True)
+    return (e @ v) / total
+
+
+def numerator_detached(q, k, v):
+    e = ex(q, k)
+    return (e.detach() / e.sum(-1, keepdim=True)) @ v
+
+
+def exponent_detached(q, k, v):
+    s = q @ k.mT * 0.3
+    return torch.exp((s - s.amax(-1, keepdim=True)).detach()) @ v
+
+
+def maximum_detached(q, k, v):
+    s = q @ k.mT * 0.3
+    e = torch.exp(s - s.amax(-1, keepdim=True).detach())
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+def logsumexp_detached(q, k, v):
+    s = q @ k.mT * 0.3
+    return torch.exp(s - s.logsumexp(-1, keepdim=True).detach()) @ v
+
+
+def log_softmax_detached(q, k, v):
+    return F.log_softmax(q @ k.mT * 0.3, -1).detach().exp() @ v + q
+
+
+def guard_detached(q, k, v):
+    return sm(q @ k.mT * 0.3).detach().nan_to_num() @ v + q
+
+
+def difference_detached(q, k, v):
+    return (sm(q @ k.mT) - sm(q @ k.mT * 0.5)).detach() @ v + q
+
+
+def rows_moved_before_the_quotient(q, k, v):
+    e = ex(q, k)
+    return (e @ v).flip(2) / e.sum(-1, keepdim=True)
+
+
+def total_in_integers(q, k, v):
+    e = ex(q, k)
+    return (e / e.sum(-1, keepdim=True).int()) @ v
+
+
+def total_of_everything(q, k, v):
+    e = ex(q, k)
+    return (e / e.sum()) @ v + sm(q @ k.mT) @ v
+
+
+def quotient_of_more_axes(q, k, v):
+    e = ex(q[0, 0], k[0, 0])
+    return (e / e.sum(-1, keepdim=True).expand(3, -1, -1)) @ v[0, 0] + 0 * (q.sum() + k.sum() + v.sum())
+
+
+def total_over_the_queries(q, k, v):
+    e = ex(q, k)
+    return (e / e.sum(-2, keepdim=True)) @ v
+
+
+# *** scores written into part of a larger tensor ***
+
+
+def null_key_in_front(q, k, v):
+    s = q.new_zeros(*q.shape[:3], k.size(2))
+    s[..., 1:] = q @ k[:, :, 1:].mT
+    return sm(s) @ v
+
+
+def null_key_at_the_end(q, k, v):
+    s = q.new_zeros(*q.shape[:3], k.size(2))
+    s[..., :-1] = q @ k[:, :, 1:].mT
+    return sm(s) @ v
+
+
+def some_rows_written(q, k, v):
+    s = q.new_zeros(*q.shape[:2], q.size(2) + 2, k.size(2))
+    s[:, :, 2:] = q @ k.mT
+    return sm(s) @ v
+
+
+# *** what is written around the attention ***
+
+
+def bias_written_under_no_grad(q, k, v):
+    bias = k[..., 0].unsqueeze(-2) * 2
+    s = q @ k.mT + bias
+    with torch.no_grad():
+        bias.zero_()
+    return sm(s) @ v
+
+
+def bias_accumulated_under_no_grad(q, k, v):
+    bias, out = k[..., 0].unsqueeze(-2) * 1.5, 0
+    for _ in range(3):
+        s = q @ k.mT + bias
+        with torch.no_grad():
+            bias.add_(0.5)
+        out = out + sm(s) @ v
+    return out
+
+
+def bias_written_after_each_layer(q, k, v):
+    bias = k[..., 0].unsqueeze(-2).clone()
+    for _ in range(2):
+        q = sm(q @ k.mT + bias) @ v
+        bias += 0.1
+    return q
+
+
+# *** rows without a key ***
+
+
+def zeroed_where_a_sum_of_fills_overflows(q, k, v):
+    keep = torch.arange(M)[:, None] > 2
+    bias = (1 - keep.float()) * torch.finfo(torch.float32).min
+    return sm(q @ k.mT + bias + bias).masked_fill(~keep, 0.0) @ v
+
+
+def zeroed_under_the_logarithm_of_a_mask(q, k, v):
+    keep = torch.arange(M)[:, None] > 2
+    return sm(q @ k.mT + keep.float().log()).masked_fill(~keep, 0.0) @ v
+
+
+def table_longer_than_the_folded_heads(q, k, v):
+    table = torch.linspace(-1, 1, (B * H + 1) * N).view(B * H + 1, N)
+    s = q.flatten(0, 1) @ k.flatten(0, 1).mT + table[: B * H, None, :]
+    return (sm(s) @ v.flatten(0, 1)).view_as(q)
+
+
+HELPERS = (sm, ex)
+FUNCTIONS = [f for f in list(globals().values()) if getattr(f, "__module__", "") == __name__ and f not in HELPERS]
 
 
 def results(f, args):

@@ -369,7 +369,9 @@ def _conjuncts(e: Expr | None) -> set[Expr]:
     return _conjuncts(e.args[0]) | _conjuncts(e.args[1]) if isinstance(e, Op) and e.head == "and" else {e}
 
 
-_BOUNDED = frozenset({"add", "sub", "mul", "neg", "tanh", "sigmoid", "maximum", "minimum", "abs", "float", "bool", "int"})
+_BOUNDED = frozenset(
+    {"add", "sub", "mul", "neg", "tanh", "sigmoid", "maximum", "minimum", "abs", "float", "bool", "int"}
+)
 _HUGE = 1e10
 
 

@@ -222,7 +222,8 @@ def _quotients(twin: Twin) -> None:
         if parts is None:
             continue
         numerator, denominator = parts
-        if (row := _normalised(twin, numerator, denominator, node)) is not None:
+        row = _normalised(twin, numerator, denominator, node)
+        if row is not None and _same_shape(node, row.exponential):
             new = _softmax_for(twin, node, row.x, row.dim, row.sink)
             _take_place(twin, node, new, (row.exponential,))
         else:
@@ -462,7 +463,8 @@ def _logarithms(twin: Twin) -> None:
             _take_place(twin, node, _softmax_for(twin, node, x, dim), (inner,))  # type: ignore[arg-type]
         elif _is(inner, "sub") and not inner.kwargs:
             x, reduced = inner.args[0], _reduction(inner.args[1], ("logsumexp",))
-            if isinstance(x, Node) and reduced is not None and peel(reduced[0]) is peel(x):
+            alike = isinstance(x, Node) and _same_shape(x, node)
+            if alike and reduced is not None and peel(reduced[0]) is peel(x):
                 _take_place(twin, node, _softmax_for(twin, node, x, reduced[1]), (inner,))
 
 
