@@ -15,13 +15,14 @@ INTERPRETED := tests/kernels
 # without Triton's interpreter; the import directions have a target of their own
 PLAIN := tests --ignore=tests/kernels --ignore=tests/gpu
 
-.PHONY: help demo test lint types floors unit kernels test-torch211 quick-torch211 gpu bench clean
+.PHONY: help demo test lint types floors unit kernels test-torch211 quick-torch211 families gpu bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo           compile a model, compare it with eager and stock torch.compile"
 	@echo "make test           lint, types, import directions, all tests on the CPU"
 	@echo "make test-torch211  the tests on torch 2.11"
+	@echo "make families       some 200 model families (about 40 minutes)"
 	@echo "make gpu            tests/gpu on a CUDA device"
 	@echo "make bench          benchmarks/attention.py on a CUDA device"
 
@@ -40,18 +41,21 @@ floors: $(VENV)/.made
 	$(BIN)/python -m pytest -q tests/surface/test_floors.py
 
 unit: $(VENV)/.made
-	$(BIN)/python $(PYTEST) $(PLAIN)
+	$(BIN)/python $(PYTEST) -m "not families" $(PLAIN)
 
 # Triton decides at import whether kernels are interpreted
 kernels: $(VENV)/.made
 	TRITON_INTERPRET=1 $(BIN)/python $(PYTEST) $(INTERPRETED)
 
 test-torch211: $(VENV211)/.made
-	$(VENV211)/bin/python $(PYTEST) $(PLAIN)
+	$(VENV211)/bin/python $(PYTEST) -m "not families" $(PLAIN)
 	TRITON_INTERPRET=1 $(VENV211)/bin/python $(PYTEST) $(INTERPRETED)
 
 quick-torch211: $(VENV211)/.made
 	$(VENV211)/bin/python $(PYTEST) -m "not slow" tests/score tests/ops tests/match/test_zoo_verdicts.py tests/test_adversarial.py
+
+families: $(VENV)/.made
+	$(BIN)/python $(PYTEST) tests/test_families.py
 
 gpu: $(VENV)/.made
 	$(BIN)/python -m pytest -q tests/gpu $(PYTEST_ARGS)

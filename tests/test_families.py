@@ -142,7 +142,7 @@ HALF = (
 
 
 def marks(family: Family) -> Any:
-    return pytest.param(family.name, marks=() if family.name in QUICK else pytest.mark.slow)
+    return pytest.param(family.name, marks=() if family.name in QUICK else pytest.mark.families)
 
 
 MODES = pytest.mark.parametrize("mode", ["eval", "train"])
@@ -166,7 +166,7 @@ def test_family(name: str, mode: str) -> None:
     check(family, run(family, mode == "train"), mode, mode)
 
 
-@pytest.mark.slow
+@pytest.mark.families
 @pytest.mark.parametrize("name", HALF)
 @MODES
 def test_bfloat16(name: str, mode: str) -> None:
@@ -174,7 +174,7 @@ def test_bfloat16(name: str, mode: str) -> None:
     check(family, run(family, mode == "train", torch.bfloat16), mode, mode)
 
 
-@pytest.mark.slow
+@pytest.mark.families
 @pytest.mark.parametrize("name", HALF)
 @MODES
 def test_autocast(name: str, mode: str) -> None:

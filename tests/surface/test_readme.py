@@ -61,3 +61,9 @@ def test_options_are_all_named():
 def test_make_targets_exist():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     assert set(re.findall(r"make ([a-z][\w-]*)", README)) <= targets | {"test"}
+
+
+def test_the_page_of_what_is_recognised_is_the_table_of_cases() -> None:
+    from recognised import PAGE, page
+
+    assert PAGE.read_text() == page(), "run `python tests/recognised.py`"
