@@ -193,6 +193,8 @@ class _Emitter:
             torch.ops.flash_fx.attention.default, query, key, value, captures, sizes, seed, str(site.program), bmhd
         )
         out = self._call(operator.getitem, call, 0)
+        if not self._wants_gradient() and any(o.node in self.twin.requires_grad for o in self._operands()):
+            out = self._call(aten.detach.default, out)  # eager detaches scores or weights, and nothing else needs a gradient
         if site.product.meta["val"].dtype != site.dtype:
             out = self._call(aten._to_copy.default, out, dtype=site.product.meta["val"].dtype)
         out = self._into_place(out, placement)
@@ -201,6 +203,9 @@ class _Emitter:
         return out
 
     # *** operands ***
+
+    def _operands(self) -> tuple[Operand, ...]:
+        return self.site.query, self.site.key, self.site.value, *self.site.captures
 
     def _operand(self, operand: Operand) -> Node:
         node = self.value(operand.node)
@@ -270,7 +275,7 @@ class _Emitter:
     def _reemit(self, node: Node) -> Node:
         if isinstance(node.meta.get("val"), torch.SymInt):
             return self._dim(node.meta["val"])
-        if node in self.twin.stops and node.target is not table.DETACH:
+        if self._wants_gradient() and node in self.twin.stops and node.target is not table.DETACH:
             raise Reject(Reason.MUTATED, node, "its value was written under no_grad and is no longer readable")
         operation = table.name_of(node)
         integer = node.target in (operator.add, operator.mul, operator.sub, operator.floordiv, operator.mod)

@@ -14,9 +14,10 @@ from zoo import CASES, Case
 PAGE = Path(__file__).parents[1] / "docs" / "recognised.md"
 HEAD = """# What is recognised, and what is left alone
 
-Written from `tests/zoo.py` by `python tests/recognised.py`. Every row is tested: verdict, program, results and all gradients against
-float64, static and dynamic. B = {B}, H = {H}, M = {M}, N = {N}, D = {D}; `q`, `k`, `v` are [B, H, length, D] where the code does not say
-otherwise. [random programs](../tests/test_attention_programs.py) and [model families](../tests/families.py) are tried beside them.
+Written from `tests/zoo.py` by `python tests/recognised.py`. Every row is tested: verdict, program, results and all
+gradients against float64, static and dynamic. B = {B}, H = {H}, M = {M}, N = {N}, D = {D}; `q`, `k`, `v` are [B, H, length, D]
+where the code does not say otherwise. [Random programs](../tests/test_attention_programs.py) and
+[model families](../tests/families.py) are tried beside them.
 """
 
 

@@ -331,6 +331,19 @@ def test_one_dropout_for_two_products_is_one_mask():
     assert torch.equal(a, b)
 
 
+def test_no_gradient_where_weights_are_detached_and_values_need_none():
+    def f(q, k, v):
+        return sm(q @ k.mT).detach() @ v + 0 * q, sm((q @ k.mT).detach()) @ v
+
+    args = [torch.randn(B, H, 8, D, requires_grad=n < 2) for n in range(3)]
+    first, second = torch.compile(f, backend=flash_fx.make_backend(inner="aot_eager"))(*args)
+    gradients = torch.autograd.grad(first.sum(), args[:2], allow_unused=True)
+    assert all(g is None or not g.any() for g in gradients)
+    assert not second.requires_grad or not any(
+        g is not None and g.any() for g in torch.autograd.grad(second.sum(), args[:2], allow_unused=True)
+    )
+
+
 def test_inputs_that_share_memory():
     def f(q, k, v, alias):
         s = q @ k.mT

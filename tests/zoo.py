@@ -339,12 +339,7 @@ def bias_read_twice(q, k, v, bias):
     return (q @ k.mT * 0.25 + bias[:, None] * bias).softmax(-1) @ v
 
 
-@row(
-    *qkv(m=N),
-    T((N, N)),
-    program="score = score * 0.25 + c0[12 - q_idx, kv_idx]",
-    dynamic="score = score * 0.25 + c0[q_len - q_idx - 1, kv_idx]",
-)
+@row(*qkv(m=N), T((N, N)), program="score = score * 0.25 + c0[q_idx, kv_idx]")
 def bias_flipped(q, k, v, bias):
     return (q @ k.mT * 0.25 + bias.flip(0)).softmax(-1) @ v
 
@@ -775,7 +770,12 @@ def mask_written_at_one_key(q, k, v):
     return (q @ k.mT * 0.25 + mask).softmax(-1) @ v
 
 
-@row(*qkv(), T((B, H, M - 1, N - 1)), program="")
+@row(
+    *qkv(), T((B, H, M - 1, N - 1)),
+    program="t0 = q_idx >= 1; t1 = kv_idx >= 1; t2 = score * 0.25; score = where(t0, where(t1, t2 + c0["
+    "where(t0, where(t1, b, 0), 0), where(t0, where(t1, h, 0), 0), where(t0, where(t1, q_idx - 1, 0), 0), "
+    "where(t0, where(t1, kv_idx - 1, 0), 0)], t2), t2)",
+)  # fmt: skip
 def bias_written_beside_the_class_token(q, k, v, bias):
     s = q @ k.mT * 0.25
     s[:, :, 1:, 1:] = s[:, :, 1:, 1:] + bias

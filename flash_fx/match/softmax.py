@@ -23,8 +23,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..score.expr import Expr, name
 from . import aten as table
-from .normalize import Twin
+from . import index as ix
+from .normalize import Twin, closure
+from .pull import Index, Puller
+from .shapes import Shapes
 
 aten = torch.ops.aten
 _PATH = (table.VIEWS | table.CASTS) - {"split", "split_with_sizes", "unbind", "chunk", "repeat"}
@@ -33,7 +37,8 @@ _SAME_VALUE = frozenset({"alias", "clone", "contiguous", "lift_fresh", "_to_copy
 
 def canonicalise(twin: Twin) -> None:
     """Replace every recognised spelling in the twin; `twin.sinks` gets the extra terms of denominators."""
-    for node in twin.stops:
+    matters = closure(a for n in twin.requires_grad for a in n.all_input_nodes)  # not so in inference
+    for node in twin.stops & matters:
         node.meta["stop"] = True
     rules = (_copies, _dropouts, _quotients, _logarithms, _columns, _shifts, _guards)
     for rule in rules:
@@ -144,7 +149,8 @@ def _take_place(twin: Twin, old: Node, new: Node, between: tuple[Node, ...] = ()
     if old in twin.roots:
         twin.roots.remove(old)
         twin.roots.add(new)
-    if any(n in twin.stops for n in (old, *between)):
+    if any(n.meta.get("stop") for n in (old, *between)):
+        new.meta["stop"] = True
         twin.stops.add(new)
 
 
@@ -167,7 +173,7 @@ def _softmax_for(twin: Twin, old: Node, x: Node, dim: int, sink: Any = None, *, 
 def _copies(twin: Twin) -> None:
     """`copy(x, y)` is y with the shape and dtype of x, whose values nobody reads."""
     for node in list(twin.graph.nodes):
-        if node.target is not aten.copy.default or node in twin.stops:
+        if node.target is not aten.copy.default or node.meta.get("stop"):
             continue
         val, source = node.meta["val"], node.args[1]
         if source.meta["val"].dtype != val.dtype:
@@ -394,8 +400,8 @@ def _normalise_before_product(twin: Twin, node: Node, numerator: Node, denominat
         if not isinstance(exponential, Node) or reduced is None or reduced[1] != _rank(exponential) - 1:
             continue
         row = _normalised(twin, exponential, denominator, product)
-        rows_stay = _keeps_rows(path, product) and _keeps_rows(views, exponential)
-        if row is None or position != 0 or not rows_stay or not _one_number_a_row(denominator, numerator, exponential):
+        quotient = (_peel_broadcast(denominator), numerator, exponential)
+        if row is None or position != 0 or not _divides_own_rows(twin, quotient, path, views):
             return
         weights = _softmax_for(twin, product, row.x, row.dim, row.sink)
         left = _repeat(twin, views, weights, product)
@@ -405,17 +411,33 @@ def _normalise_before_product(twin: Twin, node: Node, numerator: Node, denominat
         return
 
 
-def _one_number_a_row(denominator: Node, numerator: Node, exponential: Node) -> bool:
-    """The quotient divides every row of the product by its own sum: [.., M, Dv] / [.., M, 1] for [.., M, N]."""
-    d = _peel_broadcast(denominator)
-    alike = _texts(d)[:-1] == _texts(numerator)[:-1] == _texts(exponential)[:-1]
-    return alike and _rank(d) == _rank(numerator) and _is_one(_shape(d)[-1])
+def _divides_own_rows(twin: Twin, quotient: tuple[Node, Node, Node], path: list[Node], views: list[Node]) -> bool:
+    """Is every row of the numerator [.., M, Dv] divided by the sum [.., M, 1] of its own weights [.., M, N]?
+
+    An index of the numerator is followed up the views to the product and on to the weights.
+    """
+    total, numerator, weights = quotient
+    alike = _texts(total)[:-1] == _texts(numerator)[:-1] == _texts(weights)[:-1]
+    if not alike or not _is_one(_shape(total)[-1]):
+        return False
+    shapes, key = Shapes(), name("$key")
+    sizes: dict[Expr, Expr] = {name(f"$axis{i}"): size for i, size in enumerate(shapes.of(numerator))}
+    sizes[key] = shapes.of(weights)[-1]
+    puller = Puller(twin, shapes, ix.Indexer(sizes, shapes.hints))
+    rows = tuple(ix.ZERO if size is ix.ONE else i for i, size in list(sizes.items())[:-1])
+    index = _follow(puller, path, rows)
+    reached = None if index is None else _follow(puller, views, (*index[:-1], key))
+    return reached is not None and reached[:-1] == rows[:-1] and reached[-1] is key
 
 
-def _keeps_rows(path: list[Node], start: Node) -> bool:
-    """Only axes before the last two are folded and unfolded, in their order."""
-    folding = {"view", "_unsafe_view", "reshape", "expand", *_SAME_VALUE}
-    return all(table.name_of(n) in folding and _texts(n)[-2:] == _texts(start)[-2:] for n in path)
+def _follow(puller: Puller, path: list[Node], index: Index) -> Index | None:
+    """The index of what the views start from."""
+    for step in reversed(path):
+        viewed = puller.view(step, index)
+        if viewed is None and table.name_of(step) not in table.CASTS:
+            return None
+        index = index if viewed is None else viewed[1]
+    return index
 
 
 def _texts(node: Node) -> list[str]:
@@ -534,7 +556,8 @@ def _without_shift(twin: Twin, z: Any, dim: int, before: Node) -> Node | None:
             args = [*z.args]
             args[position] = inner
             new = _insert(twin, before, z.target, *args, val=z.meta["val"], like=z, **z.kwargs)
-            if z in twin.stops:
+            if z.meta.get("stop"):
+                new.meta["stop"] = True
                 twin.stops.add(new)
             return new
     return None
