@@ -26,7 +26,7 @@ from torch.fx import Node
 from ..score.expr import Expr, name
 from . import aten as table
 from . import index as ix
-from .normalize import Twin, closure
+from .normalize import Twin, closure, example_value
 from .pull import Index, Puller
 from .shapes import Shapes
 
@@ -37,8 +37,7 @@ _SAME_VALUE = frozenset({"alias", "clone", "contiguous", "lift_fresh", "_to_copy
 
 def canonicalise(twin: Twin) -> None:
     """Replace every recognised spelling in the twin; `twin.sinks` gets the extra terms of denominators."""
-    matters = closure(a for n in twin.requires_grad for a in n.all_input_nodes)  # not so in inference
-    for node in twin.stops & matters:
+    for node in twin.stops & _before_gradients(twin):
         node.meta["stop"] = True
     rules = (_copies, _dropouts, _quotients, _logarithms, _columns, _shifts, _guards)
     for rule in rules:
@@ -47,6 +46,13 @@ def canonicalise(twin: Twin) -> None:
 
 
 _REDUCTIONS = (aten.sum.dim_IntList, aten.amax.default, aten.max.dim, aten.logsumexp.default)
+
+def _before_gradients(twin: Twin) -> set[Node]:
+    """What a tensor of the user's that requires a gradient is computed from: stops elsewhere, as in inference, stop nothing."""
+    values = {entries[0][1]: example_value(user) for user, entries in twin.history.items()}
+    needing = [n for n, v in values.items() if isinstance(v, torch.Tensor) and v.requires_grad]
+    return closure(a for n in needing for a in n.all_input_nodes)
+
 
 # *** looking through ***
 
@@ -350,9 +356,17 @@ def _split_shift(z: Node, dim: int) -> tuple[Node, Node | None]:
     inner = peel(z)
     if _is(inner, "sub") and not inner.kwargs and isinstance(inner.args[0], Node):
         x, c = inner.args
-        if isinstance(c, Node) and _is_row_constant(c, x, dim) and _depends_on_product(c):
+        if isinstance(c, Node) and _is_row_constant(c, x, dim) and _depends_on_product(c) and _is_maximum(c):
             return x, c  # type: ignore[return-value]
     return z, None
+
+
+def _is_maximum(shift: Node) -> bool:
+    """A maximum is finite where the row has a key; a mean or a minimum of a masked row is not."""
+    node = _peel_item(shift)
+    while isinstance(node, Node) and table.name_of(node) in (*_PATH, "clamp", "clamp_min", "maximum", "detach"):
+        node = _peel_item(node.args[0])
+    return isinstance(node, Node) and table.name_of(node) in ("amax", "max", "logsumexp")
 
 
 def _depends_on_product(node: Node, limit: int = 1000) -> bool:
