@@ -194,7 +194,7 @@ class _Emitter:
         )
         out = self._call(operator.getitem, call, 0)
         if not self._wants_gradient() and any(o.node in self.twin.requires_grad for o in self._operands()):
-            out = self._call(aten.detach.default, out)  # eager detaches scores or weights, and nothing else needs a gradient
+            out = self._call(aten.detach.default, out)  # eager detaches the scores or the weights
         if site.product.meta["val"].dtype != site.dtype:
             out = self._call(aten._to_copy.default, out, dtype=site.product.meta["val"].dtype)
         out = self._into_place(out, placement)

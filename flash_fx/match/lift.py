@@ -419,8 +419,9 @@ def _is_finite(twin: Twin, node: Node) -> bool:
         )
         numbers = [a for a in n.args if isinstance(a, (int, float))]
         known = generated or (table.name_of(n) in _FINITE_IF_INPUTS_ARE and n.op == "call_function")
-        huge = table.name_of(n) not in table.VIEWS and any(not abs(a) <= _HUGE for a in numbers)
-        if not known or huge:
+        half = value.dtype is torch.float16
+        overflows = table.name_of(n) not in table.VIEWS and (half or any(not abs(a) <= _HUGE for a in numbers))
+        if not known or overflows:
             return False
         stack.extend(n.all_input_nodes)
     return True

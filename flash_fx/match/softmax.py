@@ -47,6 +47,7 @@ def canonicalise(twin: Twin) -> None:
 
 _REDUCTIONS = (aten.sum.dim_IntList, aten.amax.default, aten.max.dim, aten.logsumexp.default)
 
+
 def _before_gradients(twin: Twin) -> set[Node]:
     """What a tensor of the user's that requires a gradient is computed from: stops elsewhere, as in inference, stop nothing."""
     values = {entries[0][1]: example_value(user) for user, entries in twin.history.items()}
