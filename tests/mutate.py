@@ -34,6 +34,7 @@ class Mutant:
 
 
 FORWARD, LIFT, PULL = "templates/forward.py.jinja", "flash_fx/match/lift.py", "flash_fx/match/pull.py"
+SOFTMAX, ADVERSARIAL = "flash_fx/match/softmax.py", ("tests/test_adversarial.py", "-k")
 MUTANTS = [
     Mutant(
         "last key dropped", FORWARD, "mask_n = (offs_n < N) | EVEN_N", "mask_n = offs_n < N - 1",
@@ -57,8 +58,8 @@ MUTANTS = [
         "ds = p * (dp - delta{{ across }})", "ds = p * dp", (*KERNELS, "test_masks and none"),
     ),
     Mutant(
-        "bias not summed", "flash_fx/kernels/launch.py", "partial = partial.sum(rest, keepdim=True)",
-        "partial = partial[tuple(slice(0, 1) if i in rest else slice(None) for i in range(4))]",
+        "bias not summed", "flash_fx/kernels/launch.py", "partial = partial.sum(unread) if",
+        "partial = partial[tuple(0 if i in unread else slice(None) for i in range(partial.dim()))] if",
         (*KERNELS, "test_bias_of_every_broadcast"),
     ),
     Mutant(
@@ -71,8 +72,8 @@ MUTANTS = [
         (*ZOO, "softmax_over and static"),
     ),
     Mutant(
-        "weights used elsewhere", "flash_fx/match/find.py", "if not inside and table.name_of(user)",
-        "if not user and table.name_of(user)", (*ZOO, "(weights_in_a_loss or scores_returned) and static"),
+        "weights used elsewhere", "flash_fx/match/find.py", "if user in live and user not in replaced and",
+        "if not user and", (*ZOO, "(weights_in_a_loss or scores_returned) and static"),
     ),
     Mutant(
         "weights returned", "flash_fx/match/find.py", "        if node in twin.roots:", "        if not node:",
@@ -81,6 +82,27 @@ MUTANTS = [
     Mutant(
         "gradient stop ignored", PULL, "if self.gradients and node in self.twin.stops:", "if not node:",
         (*ZOO, "weights_detached and static"),
+    ),
+    Mutant(
+        "detached part of a softmax", SOFTMAX, 'table.name_of(node) in names and not node.meta.get("stop")',
+        "table.name_of(node) in names", (*ADVERSARIAL, "total_detached and static"),
+    ),
+    Mutant(
+        "rows of a quotient moved", SOFTMAX,
+        "return reached is not None and reached[:-1] == rows[:-1] and reached[-1] is key", "return reached is not None",
+        (*ADVERSARIAL, "rows_moved and static"),
+    ),
+    Mutant(
+        "sink forgotten", LIFT, "logit = puller.twin.sinks.get(anchor)", "logit = None",
+        (*NUMERICS, "test_inference and softmax_plus_one"),
+    ),
+    Mutant(
+        "product in part of the scores", PULL, "if self.partial and not all(", "if False and not all(",
+        (*ADVERSARIAL, "null_key_at_the_end and static"),
+    ),
+    Mutant(
+        "capture overwritten later", "flash_fx/rewriting.py", "if user is None or not self._wants_gradient() or",
+        "if True or", (*ADVERSARIAL, "written_after_each_layer and static"),
     ),
     Mutant(
         "keep polarity", PULL, '    return op("not", e)\n', "    return e\n",
