@@ -372,7 +372,7 @@ EYES = [
     row("clip", "CLIPModel", TWO_TOWERS, padded(pixel_values=(2, 3, 40, 40)), 4),
     row("chinese-clip", "ChineseCLIPModel", TWO_TOWERS, padded(pixel_values=(2, 3, 40, 40)), 4),
     row("siglip", "SiglipModel", {"text_config": {**TEXT, "projection_size": 64}, "vision_config": VISION},
-        padded(pixel_values=(2, 3, 40, 40)), 4),
+        padded(pixel_values=(2, 3, 40, 40)), 5),
     row("blip", "BlipModel", TWO_TOWERS, padded(pixel_values=(2, 3, 40, 40)), 4),
     row("groupvit", "GroupViTModel", {"text_config": TEXT, "vision_config": {**VISION, "hidden_size": 64,
         "depths": [1, 1, 1], "num_group_tokens": [8, 4, 0], "num_output_groups": [8, 4, 4]}, "projection_dim": 32,

@@ -337,6 +337,27 @@ def test_one_dropout_for_two_products_is_one_mask():
     assert torch.equal(a, b)
 
 
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 0.5
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clone().mul_(0.5)
+
+
+def test_autograd_function_whose_backward_writes_in_place():
+    def f(q, k, v):
+        return sm(Halved.apply(q) @ k.mT) @ v
+
+    args = [torch.randn(B, H, n, D, requires_grad=True) for n in (M, N, N)]
+    with flash_fx.recording() as reports:
+        got = results(torch.compile(f, backend=flash_fx.make_backend(inner="aot_eager")), args)
+    assert sum(r.fused for r in reports) == 1
+    torch.testing.assert_close(got, results(f, args))
+
+
 def test_no_gradient_where_weights_are_detached_and_values_need_none():
     def f(q, k, v):
         return sm(q @ k.mT).detach() @ v + 0 * q, sm((q @ k.mT).detach()) @ v

@@ -213,7 +213,10 @@ def _refuse_what_hides_writes(gm: GraphModule) -> None:
         if n.op == "call_function" and str(getattr(n.target, "__module__", "")).startswith("torch._functorch"):
             raise UntraceableError("the graph runs inside torch.func transforms")
         if n.op == "call_function" and isinstance(n.target, torch._ops.HigherOrderOperator):
-            for attribute in (a for a in n.all_input_nodes if a.op == "get_attr"):
+            bodies = [a for a in n.all_input_nodes if a.op == "get_attr"]
+            if getattr(n.target, "__name__", "") == "autograd_function_apply":
+                bodies = bodies[:1]  # the backward runs later
+            for attribute in bodies:
                 body = getattr(gm, str(attribute.target), None)
                 if isinstance(body, GraphModule) and _writes_inputs(body):
                     raise UntraceableError("a higher-order operation writes in place")
