@@ -68,12 +68,15 @@ def _rewrite_one(gm: GraphModule) -> Report:
 
 def _analyse(gm: GraphModule) -> tuple[Twin, list[Found]]:
     """Twin and sites; user nodes that hide a whole attention are inlined first."""
+    twin = make_twin(gm)
+    found = find_sites(twin)
     for _ in range(8):
+        hiding = dict.fromkeys(u for f in found if (u := _hides(twin, f)) is not None)
+        inlined = [u for u in hiding if _inlined(gm, u)]
+        if not inlined:
+            break
         twin = make_twin(gm)
         found = find_sites(twin)
-        hiding = list(dict.fromkeys(u for f in found if (u := _hides(twin, f)) is not None))
-        if not [u for u in hiding if _inlined(gm, u)]:
-            break
     return twin, found
 
 

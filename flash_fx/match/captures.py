@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch.fx import Node
 
-from ..score.expr import Expr, Load, Program, load, name, rebuild, walk
+from ..score.expr import Expr, Load, Program, load, map_loads, name, walk
 from .site import Operand
-
-PARTS = ("score", "keep", "sink", "weight")
 
 
 def renumber(program: Program, captures: list[Node]) -> tuple[Program, tuple[Node, ...]]:
@@ -56,14 +55,4 @@ def _folded_axis(program: Program, capture: int, folded: Expr | None) -> int | N
 
 
 def _map_loads(program: Program, change: Callable[[Load], Expr]) -> Program:
-    def mapped(e: Expr | None) -> Expr | None:
-        if e is None:
-            return None
-        done: dict[int, Expr] = {}
-        for n in walk(e):
-            new = rebuild(n, tuple(done[id(a)] for a in n.args))
-            done[id(n)] = change(new) if isinstance(new, Load) else new
-        return done[id(e)]
-
-    fields = {part: mapped(getattr(program, part)) for part in PARTS}
-    return Program(**fields, drop=program.drop, empty=program.empty)  # type: ignore[arg-type]
+    return replace(program, **{part: map_loads(e, change) for part, e in program.parts()})  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from torch.fx import Node
 from ..reject import Reason, Reject
 from . import aten as table
 from .lift import lift_site
-from .normalize import Twin, closure, resembles_softmax
+from .normalize import Twin, closure, resembles_softmax, target_name
 from .shapes import UnknownSizeError
 from .site import Site
 from .softmax import canonicalise
@@ -68,9 +68,7 @@ def _settle(twin: Twin, live: set[Node], found: list[Found]) -> list[Found]:
 
 def has_softmax(graph: Any) -> bool:
     """A quick look at any graph, before a twin is made: does anything in it resemble a softmax between two products?"""
-    names = [
-        str(n.target) if n.op == "call_method" else str(getattr(n.target, "__name__", n.target)) for n in graph.nodes
-    ]
+    names = [target_name(n) for n in graph.nodes]
     if any("softmax" in n or n.startswith("multi_head_attention") for n in names):
         return True
     by_hand = any(n.split(".")[0] in ("sum", "logsumexp", "log_softmax") for n in names)

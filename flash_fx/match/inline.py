@@ -21,8 +21,7 @@ def inline_node(gm: GraphModule, node: Node) -> None:
     if node.op not in ("call_function", "call_method"):
         raise ValueError(f"{node.op} nodes are not inlined")
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-    sources = [a for a in leaves if isinstance(a, Node)]
-    sources = list(dict.fromkeys(sources))
+    sources = list(dict.fromkeys(a for a in leaves if isinstance(a, Node)))
     traced = _trace(node, leaves, spec, sources)
     made = _copy(gm, node, traced, sources)
     _replace(node, pytree.tree_map_only(Node, made.__getitem__, traced.graph.output_node().args[0]))

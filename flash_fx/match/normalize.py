@@ -173,9 +173,14 @@ def _is_impure(n: Node) -> bool:
     return n.op == "call_module" or isinstance(n.target, torch._ops.HigherOrderOperator) or n.is_impure()
 
 
+def target_name(n: Node) -> str:
+    """`softmax` for the method, `torch.softmax` and `F.softmax`; `softmax.int` for the ATen operator."""
+    return str(n.target) if n.op == "call_method" else str(getattr(n.target, "__name__", n.target))
+
+
 def resembles_softmax(n: Node) -> bool:
     """A softmax, or an exponential that may be part of one."""
-    target = str(n.target) if n.op == "call_method" else str(getattr(n.target, "__name__", n.target))
+    target = target_name(n)
     return "softmax" in target or target == "multi_head_attention_forward" or target.split(".")[0] in ("exp", "exp_")
 
 

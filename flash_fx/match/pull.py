@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from ..reject import Reason, Reject
-from ..score.expr import FALSE, TRUE, Const, Expr, Load, Op, const, load, name, op, rebuild, walk, where
+from ..score.expr import FALSE, TRUE, Const, Expr, Load, Op, const, load, map_loads, name, op, walk, where
 from . import aten as table
 from . import index as ix
 from .normalize import Twin, leaf_value
@@ -674,13 +674,7 @@ def _read_only_where(inside: Expr, e: Expr) -> Expr:
     """Loads at element 0 outside of the part that was written, where their index would lie beyond the tensor."""
     if inside is TRUE:
         return e
-    done: dict[int, Expr] = {}
-    for n in walk(e):
-        args = tuple(done[id(a)] for a in n.args)
-        if isinstance(n, Load):
-            args = tuple(a if isinstance(a, Const) else where(inside, a, 0) for a in args)
-        done[id(n)] = rebuild(n, args)
-    return done[id(e)]
+    return map_loads(e, lambda n: load(n.head, *(i if isinstance(i, Const) else where(inside, i, 0) for i in n.args)))
 
 
 def _is_same(x: Any, y: Any, depth: int = 4) -> bool:

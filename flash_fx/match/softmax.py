@@ -257,8 +257,8 @@ def _quotient(node: Node) -> tuple[Node, Node] | None:
 
 def _normalised(twin: Twin, numerator: Node, denominator: Node, before: Node) -> _Row | None:
     exponential = peel(numerator)
-    weighted = _exponent(twin, exponential, before)
-    if weighted is None:
+    z = _exponent(twin, exponential, before)
+    if z is None:
         return None
     total, others = None, []
     for term in _terms(_without_floor(denominator, exponential)):
@@ -269,12 +269,10 @@ def _normalised(twin: Twin, numerator: Node, denominator: Node, before: Node) ->
             others.append(term)
     if total is None or len(others) > 1:
         return None
-    z, dim = weighted, total[1]
+    dim = total[1]
     x, shift = _split_shift(z, dim)
-    if not others:
-        return _Row(exponential, x, None, dim)
-    sink = _sink(others[0], z, shift, dim)
-    return None if sink is None else _Row(exponential, x if shift is not None else z, sink, dim)
+    sink = _sink(others[0], z, shift, dim) if others else None
+    return None if others and sink is None else _Row(exponential, x, sink, dim)
 
 
 def _exponent(twin: Twin, node: Any, before: Node) -> Node | None:
@@ -316,10 +314,16 @@ def _zeroed(node: Node) -> tuple[Node, Node, bool] | None:
 
 
 def _is_zero(value: Any) -> bool:
+    return _number(value) == 0
+
+
+def _number(value: Any) -> float | None:
+    """The one number that a literal or a filled tensor holds."""
     value = peel(value)
-    if isinstance(value, Node) and table.name_of(value) in ("scalar_tensor", "full", "zeros", "zeros_like"):
-        value = 0 if "zeros" in table.name_of(value) else value.args[-1 if table.name_of(value) == "full" else 0]
-    return isinstance(value, (int, float)) and value == 0
+    if isinstance(value, Node):
+        at = {"scalar_tensor": 0, "full": 1}.get(table.name_of(value))
+        value = 0 if table.name_of(value) in ("zeros", "zeros_like") else None if at is None else value.args[at]
+    return value if isinstance(value, (int, float)) else None
 
 
 def _terms(node: Any) -> Iterator[Any]:
@@ -407,23 +411,18 @@ def _normalise_before_product(twin: Twin, node: Node, numerator: Node, denominat
     path, product = _to_product(numerator)
     if product is None:
         return
-    for position in (0, 1):
-        exponential, views = _walk_up(product.args[position])
-        reduced = next(
-            (r for t in _terms(denominator) if (r := _reduction(t, ("sum",))) and peel(r[0]) is exponential), None
-        )
-        if not isinstance(exponential, Node) or reduced is None or reduced[1] != _rank(exponential) - 1:
-            continue
-        row = _normalised(twin, exponential, denominator, product)
-        quotient = (_peel_broadcast(denominator), numerator, exponential)
-        if row is None or position != 0 or not _divides_own_rows(twin, quotient, path, views):
-            return
-        weights = _softmax_for(twin, product, row.x, row.dim, row.sink)
-        left = _repeat(twin, views, weights, product)
-        args = (left, product.args[1])
-        new = _insert(twin, product, table.BMM, *args, val=product.meta["val"], like=product)
-        _take_place(twin, node, _repeat(twin, path, new, node), (row.exponential, product))
+    exponential, views = _walk_up(product.args[0])
+    sums = [r for t in _terms(denominator) if (r := _reduction(t, ("sum",))) and peel(r[0]) is exponential]
+    if not isinstance(exponential, Node) or not sums or sums[0][1] != _rank(exponential) - 1:
         return
+    row = _normalised(twin, exponential, denominator, product)
+    quotient = (_peel_broadcast(denominator), numerator, exponential)
+    if row is None or not _divides_own_rows(twin, quotient, path, views):
+        return
+    weights = _softmax_for(twin, product, row.x, row.dim, row.sink)
+    args = (_repeat(twin, views, weights, product), product.args[1])
+    new = _insert(twin, product, table.BMM, *args, val=product.meta["val"], like=product)
+    _take_place(twin, node, _repeat(twin, path, new, node), (row.exponential, product))
 
 
 def _divides_own_rows(twin: Twin, quotient: tuple[Node, Node, Node], path: list[Node], views: list[Node]) -> bool:
@@ -599,10 +598,7 @@ def _shiftable(z: Node, dim: int) -> tuple[int, ...]:
 
 
 def _is_minus_infinity(value: Any) -> bool:
-    value = peel(value)
-    if isinstance(value, Node) and table.name_of(value) in ("scalar_tensor", "full"):
-        value = value.args[0 if table.name_of(value) == "scalar_tensor" else 1]
-    return value == -math.inf if isinstance(value, (int, float)) else False
+    return _number(value) == -math.inf
 
 
 # *** rows without a key ***

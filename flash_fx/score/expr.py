@@ -11,7 +11,7 @@ is causal attention with scale 1/8. Comparison operators build expressions, so c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -254,6 +254,15 @@ def substitute(root: Expr, table: dict[Expr, Expr]) -> Expr:
     for node in walk(root):
         new = table.get(node)
         done[id(node)] = new if new is not None else rebuild(node, tuple(done[id(a)] for a in node.args))
+    return done[id(root)]
+
+
+def map_loads(root: Expr, change: Callable[[Load], Expr]) -> Expr:
+    """The expression with every load, its index mapped already, replaced by `change` of it."""
+    done: dict[int, Expr] = {}
+    for node in walk(root):
+        new = rebuild(node, tuple(done[id(a)] for a in node.args))
+        done[id(node)] = change(new) if isinstance(new, Load) else new
     return done[id(root)]
 
 
