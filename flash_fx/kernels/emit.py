@@ -375,25 +375,36 @@ def size_parameters(spec: KernelSpec) -> list[str]:
 # *** loop bounds ***
 
 
-def range_lines(emitter: Emitter, region: Region, axis: str) -> list[str]:
-    """Statements for lo <= full_lo <= full_hi <= hi of the loop over kv tiles (axis "n") or q tiles (axis "m").
+def ends_lines(emitter: Emitter, region: Region, axis: str) -> list[str]:
+    """Statements for the ends lo and hi of the loop over kv tiles (axis "n") or q tiles (axis "m").
 
-    Tiles in [full_lo, full_hi) need no mask, tiles outside [lo, hi) are not visited. All but hi are multiples of the
-    block. Bounds may be negative before they are clipped, and `//` truncates: clip first.
+    Tiles outside [lo, hi) are not visited. lo is a multiple of the block. Bounds may be negative before they are clipped,
+    and `//` truncates: clip first.
     """
     block, length = f"BLOCK_{axis.upper()}", axis.upper()
-    lo, full_lo, full_hi, hi = (
-        None if e is None else emitter.value(e, "int") for e in (region.lo, region.full_lo, region.full_hi, region.hi)
-    )
+    lo, hi = (None if e is None else emitter.value(e, "int") for e in (region.lo, region.hi))
     lines = emitter.take()
     lines.append(f"lo = tl.maximum({lo}, 0) // {block} * {block}" if lo else "lo = 0")
     lines.append(f"hi = tl.minimum({hi}, {length})" if hi else f"hi = {length}")
+    return lines
+
+
+def range_lines(emitter: Emitter, region: Region, axis: str) -> list[str]:
+    """Statements for lo <= full_lo <= full_hi <= hi of a loop. Tiles in [full_lo, full_hi) need no mask.
+
+    All but hi are multiples of the block. A SHORT loop has no such tiles: one loop is faster to start than two.
+    """
+    block, length = f"BLOCK_{axis.upper()}", axis.upper()
+    lines = ends_lines(emitter, region, axis)
+    full_lo, full_hi = (None if e is None else emitter.value(e, "int") for e in (region.full_lo, region.full_hi))
+    lines += emitter.take()
     if full_lo:
-        lines.append(f"full_lo = tl.maximum(tl.cdiv(tl.maximum({full_lo}, 0), {block}) * {block}, lo)")
+        start = f"tl.maximum(tl.cdiv(tl.maximum({full_lo}, 0), {block}) * {block}, lo)"
+        lines.append(f"full_lo = lo if SHORT else {start}")
     else:
         lines.append("full_lo = lo")
     end = f"tl.minimum({full_hi}, {length})" if full_hi else length
-    lines.append(f"full_hi = tl.maximum({end} // {block} * {block}, full_lo)")
+    lines.append(f"full_hi = full_lo if SHORT else tl.maximum({end} // {block} * {block}, full_lo)")
     return lines
 
 

@@ -29,6 +29,8 @@ Size = Any  # int or torch.SymInt
 MOST_ROWS = 64  # of a tile that holds the queries of several heads
 LEAST_KEYS = 512  # fewer are not worth a second kernel
 PROGRAMS = 1024  # that read keys at the same time: several for each multiprocessor of a large GPU
+SHORT = 512  # below, a loop is over before the second of two loops has its first loads
+UNKNOWN = 1 << 30  # a length, under dynamic shapes
 GROUP = 8  # batch-heads whose tiles alternate in a launch, where early tiles are heavier or captures are shared
 
 
@@ -165,24 +167,28 @@ class _Run:
         self.lengths = {f"S{i}": s for i, s in enumerate(sizes)}
         self.lengths |= {"H": self.h, "G": self.h // self.hk, "M": self.m, "N": self.n, "NUM_BH": self.b * self.h}
         self.seeded = {"SEED": seed} if program.drop else {}
+        self.longest = max(self.m, self.n) if isinstance(self.m, int) and isinstance(self.n, int) else UNKNOWN
+        self.mapped = kv_blocks is not None
         self.filling = self._filling()
         self.blocks = {"forward": kv_blocks, "delta": kv_blocks, "backward_dq": kv_blocks, "backward_dkdv": q_blocks}
 
     def _filling(self) -> dict[str, Tensor]:
         """TOP where a finite fill adds to scores, so that only these can tell how large the sum gets."""
-        fill = fill_of(self.program)
+        fill = fill_of(self.program, self.mapped)
         if fill is None or isinstance(fill.top, Const) or _is_empty(self.b, self.h, self.m, self.n):
             return {}
         return {"TOP": fill_top(fill.top, self.query, self.key, self.captures, self.sizes)}
 
     def tile(self, kind: str) -> Tile:
-        return tile_for(kind, self.spec, shared_memory(self.query.device))
+        return tile_for(kind, self.spec, shared_memory(self.query.device), self.longest)
 
     def dims(self, tile: Tile) -> dict[str, Any]:
+        even_m, even_n = divides(tile.block_m, self.m), divides(tile.block_n, self.n)
+        short = self.longest < SHORT and (self.alternates or not (even_m and even_n))
         return {
             "D": self.spec.d, "D_V": self.spec.dv, "BLOCK_D": padded(self.spec.d), "BLOCK_DV": padded(self.spec.dv),
             "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP": GROUP if self.alternates else 1,
-            "EVEN_M": divides(tile.block_m, self.m), "EVEN_N": divides(tile.block_n, self.n),
+            "EVEN_M": even_m, "EVEN_N": even_n, "SHORT": short,
         }  # fmt: skip
 
     def launch(self, template: str, tile: Tile, programs: Size, *context: Any, **arguments: Any) -> None:
@@ -209,8 +215,8 @@ class _Run:
         split = split_length(self.b * self.hk, self.n, tile.block_n)
         splits = cdiv(self.n, split)
         part = self.query.new_empty((splits, *out.shape), dtype=torch.float32)
-        part_lse = self.query.new_empty((splits, *lse.shape), dtype=torch.float32)
-        shared = {**self.captured, **self.lengths, "PART": part, "PLSE": part_lse, "SPLITS": splits}
+        tops, sums = (self.query.new_empty((splits, *lse.shape), dtype=torch.float32) for _ in range(2))
+        shared = {**self.captured, **self.lengths, "PART": part, "TOPS": tops, "SUMS": sums, "SPLITS": splits}
         self.launch(
             "decode", tile, self.b * self.hk * splits, **self.operands, **shared, SPLIT=split,
             **{k: dims[k] for k in ("D", "D_V", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N")},
@@ -226,7 +232,7 @@ class _Run:
     def delta(self, grad_out: Tensor, out: Tensor, lse: Tensor) -> dict[str, Any]:
         """Arguments that all backward kernels share: the rows, and grad_out."""
         lse = lse.contiguous()
-        if fill_of(self.program) is not None and not _is_empty(self.m):
+        if fill_of(self.program, self.mapped) is not None and not _is_empty(self.m):
             self.filling["LOW"] = lse.amin(-1)
         delta = torch.empty_like(lse)
         rows = {"DO": grad_out, **strides("g", "bhmd", grad_out), "DELTA": delta}
@@ -240,7 +246,7 @@ class _Run:
             arguments |= {
                 k: v for k, v in self.operands.items() if k in ("Q", "K") or k.startswith(("stride_q", "stride_k"))
             }
-            arguments |= {k: dims[k] for k in ("D", "BLOCK_D", "BLOCK_N", "EVEN_N")} | self.lengths
+            arguments |= {k: dims[k] for k in ("D", "BLOCK_D", "BLOCK_N", "EVEN_N", "SHORT")} | self.lengths
         if not _is_empty(self.b, self.h, self.m):
             self.launch(
                 "delta", tile, self.b * self.h * cdiv(self.m, tile.block_m),

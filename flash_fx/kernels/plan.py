@@ -18,7 +18,7 @@ from ..score.expr import INDEX_NAMES, SCORE, Const, Expr, Load, Name, Op, Progra
 from ..score.fill import MARGIN, Fill, fill_of
 from ..score.grad import derivative, loads_of
 from ..score.region import Region, kv_region, q_region
-from .emit import LN2, LOG2E, Emitter, Place, capture_parameters, filled_lines, literal, range_lines, size_parameters
+from .emit import LN2, LOG2E, Emitter, Place, capture_parameters, ends_lines, filled_lines, literal, range_lines, size_parameters
 from .facts import batches_share_tiles, is_tame, linear_scale, needs_residual
 from .spec import KernelSpec
 
@@ -149,7 +149,7 @@ def _key_major(masked: bool) -> Place:
 
 def _common(spec: KernelSpec) -> dict[str, Any]:
     program = spec.parsed
-    fill, scale = fill_of(program), _slope_scale(program)
+    fill, scale = _fill(spec), _slope_scale(spec)
     return {
         "spec": spec,
         "captures": capture_parameters(spec),
@@ -170,7 +170,7 @@ def _common(spec: KernelSpec) -> dict[str, Any]:
         "widen": ".to(tl.float32)" if spec.widen else "",
         "precision": f', input_precision="{spec.precision}"' if spec.precision else "",
         "batches_first": batches_share_tiles(program),
-        "causal_like": _stops_late(kv_region(_inner(program))),
+        "causal_like": _stops_late(kv_region(_inner(spec))),
     }
 
 
@@ -185,10 +185,14 @@ def _stops_late(region: Region) -> bool:
     return region.hi is not None and "q1" in names_in(region.hi) and region.lo is None
 
 
-def _inner(program: Program) -> Program:
+def _fill(spec: KernelSpec) -> Fill | None:
+    return fill_of(spec.parsed, spec.blocks)
+
+
+def _inner(spec: KernelSpec) -> Program:
     """The program of the positions that no finite fill covers."""
-    fill = fill_of(program)
-    return program if fill is None else fill.inner(program)
+    fill = _fill(spec)
+    return spec.parsed if fill is None else fill.inner(spec.parsed)
 
 
 def _along(axis: str, start: str, stop: str) -> list[str]:
@@ -204,7 +208,7 @@ _UNSTAGED = ", num_stages=1"  # a loop that seldom runs needs no buffers
 
 def _phases(program: Program, region: Region, axis: str) -> list[Phase]:
     """The loops over `range_lines` of the region."""
-    ragged = f"full_hi if EVEN_{axis.upper()} else hi"  # the compiler drops a loop that ends where it starts
+    ragged = f"full_hi if EVEN_{axis.upper()} and not SHORT else hi"  # the compiler drops a loop that ends where it starts
     if program.keep is None:
         return [
             Phase("middle", False, _along(axis, "0", "full_hi")),
@@ -282,11 +286,11 @@ class _Loops:
 
     @property
     def fill(self) -> Fill | None:
-        return fill_of(self.spec.parsed) if self.walks else None
+        return _fill(self.spec) if self.walks else None
 
     def variants(self) -> dict[bool, Program]:
         """The program of a phase, by whether it is masked."""
-        return {True: self.spec.parsed, False: _inner(self.spec.parsed)}
+        return {True: self.spec.parsed, False: _inner(self.spec)}
 
     def roots(self) -> list[Expr]:
         programs = dict.fromkeys(self.variants().values())
@@ -404,7 +408,7 @@ def decode_context(spec: KernelSpec) -> dict[str, Any]:
     loops = _Loops(spec, backward=False, natural=True, walks=False)
     program = spec.parsed
     outer = Emitter(spec, replace(_PACKED, extra={**_PACKED.extra, "q0": "0", "q1": "(M - 1)"}))
-    bounds = range_lines(outer, kv_region(program), "n")
+    bounds = ends_lines(outer, kv_region(program), "n")
     keys = _query_major(True)
     place = replace(_PACKED, score="qk", **{k: getattr(keys, k) for k in ("kv", "kv_first", "kv_local", "kv_mask")})
     phase = Phase("all", True, [])
@@ -421,10 +425,10 @@ def delta_context(spec: KernelSpec) -> dict[str, Any]:
     return {**_common(spec), **_over_keys(_Loops(plain, natural=True)), **_sink(spec)}
 
 
-def _slope_scale(program: Program) -> Const | None:
+def _slope_scale(spec: KernelSpec) -> Const | None:
     """A constant by which the gradient of qk can be multiplied at the very end."""
-    scale = derivative(_inner(program).score, SCORE)
-    if isinstance(scale, Const) and _over(derivative(program.score, SCORE), scale) is not None:
+    scale = derivative(_inner(spec).score, SCORE)
+    if isinstance(scale, Const) and _over(derivative(spec.parsed.score, SCORE), scale) is not None:
         return scale
     return None
 
@@ -440,7 +444,7 @@ def _over(slope: Expr, scale: Const) -> Expr | None:
 
 
 def _score_slopes(spec: KernelSpec) -> Slopes:
-    scale = _slope_scale(spec.parsed)
+    scale = _slope_scale(spec)
 
     def slopes(program: Program) -> dict[str, Expr]:
         slope = derivative(program.score, SCORE)
@@ -463,7 +467,7 @@ def _load_slopes(load: Load) -> Slopes:
 
 def _outside(spec: KernelSpec) -> Program:
     """The program of the positions that a finite fill covers."""
-    fill = fill_of(spec.parsed)
+    fill = _fill(spec)
     return spec.parsed if fill is None else replace(spec.parsed, score=fill.outside)
 
 

@@ -69,8 +69,8 @@ _TF32 = {
 }
 
 
-def tile_for(kind: str, spec: KernelSpec, shared_limit: int = HOPPER_SHARED) -> Tile:
-    """The tile of a kernel on a device with `shared_limit` bytes of shared memory per program."""
+def tile_for(kind: str, spec: KernelSpec, shared_limit: int = HOPPER_SHARED, longest: int = 1 << 30) -> Tile:
+    """The tile of a kernel on a device with `shared_limit` bytes of shared memory per program; `longest` of M and N."""
     if _OVERRIDE:
         return _OVERRIDE[-1]
     if spec.interpret:

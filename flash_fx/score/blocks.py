@@ -28,7 +28,7 @@ class BlockMask:
 @lru_cache(maxsize=512)
 def block_mask(program: Program) -> BlockMask | None:
     """The condition whose blocks are worth counting before the attention runs, a finite fill's included."""
-    fill = fill_of(program)
+    fill = fill_of(program, mapped=True)
     keep = program.keep if fill is None else fill.inner(program).keep
     if keep is None or not {"q_idx", "kv_idx"} & names_in(keep):
         return None

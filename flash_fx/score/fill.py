@@ -44,13 +44,18 @@ class Fill:
 
 
 @lru_cache(maxsize=512)
-def fill_of(program: Program) -> Fill | None:
-    """The first fill whose condition lets tiles be skipped; None where there is none, or nothing bounds it from above."""
-    for condition, inside, outside in _fills(program.score):
-        top = _bounds(outside)
-        if top is not None and kv_region(Program(keep=condition)).is_bounded and SCORE in walk(inside):
-            return Fill(condition, inside, outside, top[1])
-    return None
+def fill_of(program: Program, mapped: bool = False) -> Fill | None:
+    """The first fill whose condition lets tiles be skipped; None where there is none, or nothing bounds it from above.
+
+    Where none has bounds, a block map (`mapped`) still tells which blocks the first of them covers.
+    """
+    fills = [
+        Fill(condition, inside, outside, top[1])
+        for condition, inside, outside in _fills(program.score)
+        if (top := _bounds(outside)) is not None and SCORE in walk(inside)
+    ]
+    bounded = (f for f in fills if kv_region(Program(keep=f.condition)).is_bounded)
+    return next(bounded, fills[0] if fills and mapped else None)
 
 
 def _fills(e: Expr) -> Iterator[tuple[Expr, Expr, Expr]]:

@@ -41,7 +41,7 @@ def build(template: str, spec: KernelSpec, target: str, tile: Tile | None = None
     tile = tile or tile_for(template, spec, SHARED[target])
     constants: dict[str, Any] = {
         "D": spec.d, "D_V": spec.dv, "BLOCK_D": padded(spec.d), "BLOCK_DV": padded(spec.dv), "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n, "GROUP": 8, "EVEN_M": even, "EVEN_N": even,
+        "BLOCK_N": tile.block_n, "GROUP": 8, "EVEN_M": even, "EVEN_N": even, "SHORT": False,
     }  # fmt: skip
     names = list(kernel.arg_names)
     constants = {k: v for k, v in constants.items() if k in names}

@@ -231,8 +231,10 @@ def test_loop_bounds_cover_every_kept_position_and_full_tiles_are_full(keep: str
         lines = range_lines(Emitter(KernelSpec("", (), "float32", 64, 64), Place(extra=extra)), region, axis)
         for first in range(0, mask.shape[0], other):
             scope = {**BOUNDS, "first": first, "last": min(first + other, mask.shape[0]) - 1}
-            exec("\n".join(lines), scope)
-            lo, full_lo, full_hi, hi = (scope[k] for k in ("lo", "full_lo", "full_hi", "hi"))
+            exec("\n".join(lines), {**scope, "SHORT": True}, short := {})
+            exec("\n".join(lines), {**scope, "SHORT": False}, long := {})
+            lo, full_lo, full_hi, hi = (long[k] for k in ("lo", "full_lo", "full_hi", "hi"))
+            assert short == {**long, "full_lo": lo, "full_hi": lo}
             rows = mask[first : first + other]
             assert (
                 lo % block == full_lo % block == full_hi % block == 0 and 0 <= lo <= full_lo <= full_hi and hi <= length
