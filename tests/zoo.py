@@ -628,6 +628,18 @@ for _d in (1, 20, 80, 256):
     CASES.append(Case(f"head_dim_{_d}", lambda: half_power, qkv(d=_d), program=("score = score * 0.125",)))
 CASES.append(Case("head_dim_320", lambda: half_power, qkv(d=320), verdict="leave", reason="head-dim"))
 CASES.append(Case("float64", lambda: half_power, qkv(dtype=torch.float64), verdict="leave", reason="dtype"))
+
+
+@row(*qkv(), program=PLAIN)
+def softmax_in_float64(q, k, v):
+    return F.softmax(q @ k.mT * 0.25, -1, dtype=torch.float64).to(q.dtype) @ v
+
+
+@left(*qkv(), reason="dtype")
+def scores_changed_in_float64(q, k, v):
+    return (((q @ k.mT).double() + 1e12) * 0.25).softmax(-1).to(q.dtype) @ v
+
+
 CASES.append(Case("single_query", lambda: half_power, qkv(m=1), program=("score = score * 0.125",)))
 CASES.append(Case("single_key", lambda: half_power, qkv(n=1), verdict="leave", reason="one-key"))
 

@@ -109,6 +109,9 @@ class Puller:
             return None  # a program computes in float32
         if operation in table.CASTS:
             return self._cast(node, index)
+        if node in self.cone and node.meta["val"].dtype is torch.float64:
+            # 1e12 + x, or a fill with the least float64, would lose x, or be -inf
+            raise Reject(Reason.DTYPE, node, f"{_describe(node)} computes in float64")
         if operation in table.GENERATORS:
             return self._generate(node, operation, index)
         if operation in ("tril", "triu"):
