@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from . import compat
 from .match import aten as table
@@ -131,6 +132,8 @@ def _replace(gm: GraphModule, twin: Twin, sites: list[Site]) -> list[Node]:
     """Put the operator in the place of the value product; returns what the product was computed from."""
     product = sites[0].product
     target, result = _result_node(twin, twin.sums.get(product, product))
+    if compat.is_wrapper(value := example_value(target)):
+        raise Reject(Reason.OPERAND, target, f"it is a {type(value).__name__}")
     with gm.graph.inserting_before(target):
         new = _emit(gm, twin, sites, target, result)
     new.meta.update({k: v for k, v in target.meta.items() if k != "example_value"})
@@ -232,7 +235,10 @@ class _Emitter:
 
     def _seed(self) -> Node:
         device = self.site.product.meta["val"].device
-        return self._call(aten.randint.low, 0, 2**62, [2], dtype=torch.int64, device=device)
+        seed = self._call(aten.randint.low, 0, 2**62, [2], dtype=torch.int64, device=device)
+        # drawn again in the backward, under a memory budget, it would be another one
+        seed.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return seed
 
     def value(self, node: Node) -> Node:
         """A user node with the value of a twin node, at this moment."""

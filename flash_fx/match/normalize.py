@@ -326,7 +326,7 @@ class _Recorder(Interpreter):
         with compat.disable_functional_mode():
             proxy = mode.tracer.create_proxy("call_function", leaf_value, (n.name,), {}, name=n.name)
             with compat.disable_proxy_modes_tracing():
-                if not isinstance(value, compat.FakeTensor):
+                if not isinstance(value, compat.FakeTensor) and not compat.is_wrapper(value):
                     value = self.mode.from_tensor(value)
                 fake = fresh_fake(value)
             compat.track_tensor_tree(fake, proxy, constant=None, tracer=mode.tracer)
