@@ -135,6 +135,19 @@ def test_report_14_every_head_dim_is_fused():
     assert [(r.fused, r.left) for r in reports] == [(1, 0)] * 3
 
 
+def test_report_14_a_scale_that_changes_is_right_with_every_value():
+    """A program holds numbers: each value compiles anew, until Dynamo's limit, and is fused as long as it does."""
+
+    def fn(q, k, v, scale):
+        return sm(q @ k.mT * scale) @ v
+
+    compiled, args = torch.compile(fn, backend=AOT), qkv(grad=False)
+    with flash_fx.recording() as reports:
+        for scale in (0.1, 0.25, 0.5, -0.75, 0.0):
+            torch.testing.assert_close(compiled(*args, scale), fn(*args, scale), rtol=1e-4, atol=1e-5)
+    assert [(r.fused, r.left) for r in reports] == [(1, 0)] * 5
+
+
 # *** 12: every spelling ***
 
 PRODUCTS = {
@@ -412,9 +425,20 @@ class Layer(nn.Module):
         return x + self.o(plain(q, k, v).transpose(1, 2).flatten(2))
 
 
+class Stack(nn.Module):  # not nn.Sequential, whose forward Dynamo does not take as one graph
+    def __init__(self, layers, size):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(size) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 def stack(layers, size):
     torch.manual_seed(0)
-    return nn.Sequential(*(Layer(size) for _ in range(layers)))
+    return Stack(layers, size)
 
 
 def after_three_steps(model, call, size):
@@ -439,6 +463,7 @@ def test_report_33_ddp_splits_the_graph(order, process_group):
             call = torch.compile(DistributedDataParallel(model, bucket_cap_mb=1), backend=AOT)
         got = after_three_steps(model, call, size)
     assert (sum(r.fused for r in reports), sum(r.left for r in reports)) == (3, 0)
+    assert len(reports) > 1  # Dynamo splits where DDP's buckets end
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
 
 
@@ -454,7 +479,7 @@ def test_report_37_dtensors_are_left(process_group):
 @pytest.mark.parametrize("local", [True, False])
 def test_report_37_tensor_parallel_layers(local, process_group):
     wanted, x = stack(1, 64), torch.randn(2, 9, 64)
-    plan = {f"0.{n}": ColwiseParallel(use_local_output=local) for n in "qkv"} | {"0.o": RowwiseParallel()}
+    plan = {f"layers.0.{n}": ColwiseParallel(use_local_output=local) for n in "qkv"} | {"layers.0.o": RowwiseParallel()}
     model = parallelize_module(stack(1, 64), dist.init_device_mesh("cpu", (1,)), plan)
     with flash_fx.recording() as reports:
         out = torch.compile(model, backend=AOT)(x)
