@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     track_tensor_tree,
 )
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "FakeTensor", "FakeTensorMode", "FunctionalTensor", "FunctionalTensorMode", "disable_functional_mode",
@@ -48,8 +49,18 @@ def last_traced_node() -> torch.fx.Node:
 
 
 def fake_mode_of(values: list[Any]) -> FakeTensorMode | None:
-    """The fake tensor mode of the first fake tensor among the values."""
-    return next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
+    """The fake tensor mode of the first fake tensor among the values, or inside of one that wraps others."""
+    for v in values:
+        if isinstance(v, FakeTensor):
+            return v.fake_mode
+        if is_wrapper(v) and (mode := fake_mode_of([getattr(v, name) for name in v.__tensor_flatten__()[0]])):
+            return mode
+    return None
+
+
+def is_wrapper(value: Any) -> bool:
+    """Is this a tensor that wraps others, such as a DTensor or a nested tensor?"""
+    return isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)
 
 
 def sym_expr(value: Any) -> Any:

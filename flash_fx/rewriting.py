@@ -14,14 +14,16 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from . import block_maps, compat
 from .match import aten as table
 from .match import index as ix
 from .match.find import Found, find_sites, has_softmax
 from .match.inline import inline_node
-from .match.normalize import Twin, closure, example_value, leaf_value, make_twin, may_mutate
+from .match.normalize import Twin, closure, example_value, leaf_value, make_twin, may_mutate, target_name
 from .match.shapes import Shapes
 from .match.site import Operand, Site
 from .placing import Placement, place
@@ -133,6 +135,8 @@ def _replace(gm: GraphModule, twin: Twin, sites: list[Site], maps: dict[Hashable
     """Put the operator in the place of the value product; returns what the product was computed from."""
     product = sites[0].product
     target, result = _result_node(twin, twin.sums.get(product, product))
+    if compat.is_wrapper(value := example_value(target)):
+        raise Reject(Reason.OPERAND, target, f"it is a {type(value).__name__}")
     with gm.graph.inserting_before(target):
         new = _emit(gm, twin, sites, target, result, maps)
     new.meta.update({k: v for k, v in target.meta.items() if k != "example_value"})
@@ -248,7 +252,10 @@ class _Emitter:
 
     def _seed(self) -> Node:
         device = self.site.product.meta["val"].device
-        return self._call(aten.randint.low, 0, 2**62, [2], dtype=torch.int64, device=device)
+        seed = self._call(aten.randint.low, 0, 2**62, [2], dtype=torch.int64, device=device)
+        # drawn again in the backward, under a memory budget, it would be another one
+        seed.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return seed
 
     def _block_lists(self, query: Node, key: Node, captures: list[Node], sizes: list[Any]) -> list[Node]:
         """The operator's kv_blocks and, for a backward, q_blocks: read from a map made here, or for an earlier site."""
@@ -315,10 +322,18 @@ class _Emitter:
         operation = table.name_of(node)
         integer = node.target in (operator.add, operator.mul, operator.sub, operator.floordiv, operator.mod)
         if node.op != "call_function" or node.target is leaf_value or not (operation in _REEMIT or integer):
-            raise Reject(Reason.MUTATED, node, f"{table.name_of(node) or node.name} is no longer readable")
+            raise self._unreadable(node)
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self.value)  # type: ignore[arg-type]
         target = aten.reshape.default if operation in ("view", "_unsafe_view") else node.target
         return self._call(target, *args, **kwargs)
+
+    def _unreadable(self, node: Node) -> Reject:
+        """Overwritten meanwhile, or made inside one operation of the user's, whose result is something else."""
+        what = table.name_of(node) or node.name
+        if any(held is node for entries in self.twin.history.values() for _, held in entries):
+            return Reject(Reason.MUTATED, node, f"{what} is no longer readable")
+        owner = self.twin.origin.get(node)
+        return Reject(Reason.HIDDEN, node, f"{what} is made inside {target_name(owner) if owner else 'an operation'}")
 
     # *** sizes ***
 
@@ -459,7 +474,7 @@ def _describe_fused(twin: Twin, site: Site) -> SiteReport:
 
 
 def _describe_left(twin: Twin, found: Found, reject: Reject) -> SiteReport:
-    value = found.anchor.meta["val"]
+    value = next(v for v in pytree.tree_leaves(example_value(found.anchor)) if isinstance(v, torch.Tensor))
     shape = "[" + ", ".join(str(s) for s in value.shape) + "]"
     where = _location(twin, found.anchor)
     return SiteReport("left", reject.reason.code, reject.message, "", where, (shape,), _dtype(value.dtype))
@@ -471,7 +486,7 @@ def _dtype(dtype: torch.dtype) -> str:
 
 def _location(twin: Twin, anchor: Node) -> str:
     """file:line of the user's softmax."""
-    user = twin.origin.get(anchor)
+    user = anchor if anchor in twin.order else twin.origin.get(anchor)
     frames = list(_frames(user.meta.get("stack_trace") or "")) if user is not None else []
     own = [f for f in frames if "/torch/nn/" not in f.replace("\\", "/")]
     return (own or frames or ["unknown:0"])[-1]

@@ -628,6 +628,18 @@ for _d in (1, 20, 80, 256):
     CASES.append(Case(f"head_dim_{_d}", lambda: half_power, qkv(d=_d), program=("score = score * 0.125",)))
 CASES.append(Case("head_dim_320", lambda: half_power, qkv(d=320), verdict="leave", reason="head-dim"))
 CASES.append(Case("float64", lambda: half_power, qkv(dtype=torch.float64), verdict="leave", reason="dtype"))
+
+
+@row(*qkv(), program=PLAIN)
+def softmax_in_float64(q, k, v):
+    return F.softmax(q @ k.mT * 0.25, -1, dtype=torch.float64).to(q.dtype) @ v
+
+
+@left(*qkv(), reason="dtype")
+def scores_changed_in_float64(q, k, v):
+    return (((q @ k.mT).double() + 1e12) * 0.25).softmax(-1).to(q.dtype) @ v
+
+
 CASES.append(Case("single_query", lambda: half_power, qkv(m=1), program=("score = score * 0.125",)))
 CASES.append(Case("single_key", lambda: half_power, qkv(n=1), verdict="leave", reason="one-key"))
 
@@ -685,6 +697,11 @@ def shifted_by_the_maximum_and_epsilon(q, k, v):
 @row(*qkv(), program=PLAIN)
 def exp_of_log_softmax(q, k, v):
     return F.log_softmax(q @ k.mT * 0.25, -1).exp() @ v
+
+
+@row(*qkv(), program="score = -(score * 0.25)")
+def softmin_of_distances(q, k, v):
+    return F.softmin(q @ k.mT * 0.25, dim=-1) @ v
 
 
 @row(*qkv(), program=PLAIN)
@@ -835,6 +852,120 @@ def one_score_matrix_read_both_ways(q, k, v):
 
 
 # *** reported though no attention ***
+
+
+@left(*qkv(), reason="score-not-pointwise")
+class HeadsMixedByALinearLayer(nn.Module):
+    row_name = "heads_mixed_by_a_linear_layer"
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(H, H)
+
+    def forward(self, q, k, v):
+        scores = q @ k.mT * 0.25
+        return self.mix(scores.permute(0, 2, 3, 1)).permute(0, 3, 1, 2).softmax(-1) @ v
+
+
+@left(*qkv(), reason="weight-not-pointwise")
+class WeightsMixedByAConvolution(nn.Module):
+    row_name = "weights_mixed_by_a_convolution"
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Conv2d(H, H, 1)
+
+    def forward(self, q, k, v):
+        return self.mix((q @ k.mT * 0.25).softmax(-1)) @ v
+
+
+@left(*qkv(), T((H, H)), reason="softmax-axis")
+def weights_mixed_by_an_einsum(q, k, v, mix):
+    return torch.einsum("bhmn,hg->bgmn", (q @ k.mT * 0.25).softmax(-1), mix) @ v
+
+
+@left(*qkv(), reason="score-not-pointwise")
+def scores_normalised_by_a_layer(q, k, v):
+    return F.layer_norm(q @ k.mT * 0.25, (k.size(2),)).softmax(-1) @ v
+
+
+class OwnSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.softmax(-1)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        return y * (grad - (grad * y).sum(-1, keepdim=True))
+
+
+@left(*qkv(), reason="hidden")
+def softmax_with_a_backward_of_its_own(q, k, v):
+    return OwnSoftmax.apply(q @ k.mT * 0.25) @ v
+
+
+@left(*qkv(), reason="score-not-pointwise")
+def top_k_scattered(q, k, v):
+    scores = q @ k.mT * 0.25
+    best = scores.topk(5, -1)
+    return torch.full_like(scores, -INF).scatter(-1, best.indices, best.values).softmax(-1) @ v
+
+
+@left(*qkv(), reason="weight-not-pointwise")
+def top_k_of_the_weights(q, k, v):
+    weights = (q @ k.mT * 0.25).softmax(-1)
+    best = weights.topk(5, -1)
+    return torch.zeros_like(weights).scatter(-1, best.indices, best.values) @ v
+
+
+@left(*qkv(), reason="hidden", random=True)
+def gumbel_softmax(q, k, v):
+    return F.gumbel_softmax(q @ k.mT * 0.25, dim=-1) @ v
+
+
+@left(*qkv(), reason="score-not-pointwise", random=True)
+def dropout_of_scores(q, k, v):
+    return F.dropout(q @ k.mT * 0.25, 0.25).softmax(-1) @ v
+
+
+@left(*qkv(), reason="hidden", random=True)
+def dropout_of_whole_heads(q, k, v):
+    return F.dropout2d((q @ k.mT * 0.25).softmax(-1), 0.25) @ v
+
+
+@left(*qkv(), reason="weight-not-pointwise")
+def weights_renormalised(q, k, v):
+    weights = (q @ k.mT * 0.25).softmax(-1) * (torch.arange(k.size(2)) < 9)
+    return (weights / weights.sum(-1, keepdim=True)) @ v
+
+
+@left(*qkv(), reason="score-not-pointwise")
+def two_score_products_joined(q, k, v):
+    scores = torch.cat([q @ k.mT, q @ k.flip(1).mT], -1) * 0.25
+    return scores.softmax(-1) @ torch.cat([v, v.flip(1)], 2)
+
+
+@left(*qkv(), reason="softmax-axis", sites=2)
+def two_score_products_joined_and_parted(q, k, v):
+    weights = (torch.cat([q @ k.mT, q @ k.flip(1).mT], -1) * 0.25).softmax(-1)
+    return weights[..., : k.size(2)] @ v + weights[..., k.size(2) :] @ v.flip(1)
+
+
+@left(*qkv(), reason="weight-not-pointwise")
+def logarithms_of_weights(q, k, v):
+    return F.log_softmax(q @ k.mT * 0.25, -1) @ v
+
+
+@row(*qkv(), verdict="leave", sites=0)
+def sparsemax(q, k, v):
+    scores = q @ k.mT * 0.25
+    ordered = scores.sort(-1, descending=True).values
+    total, rank = ordered.cumsum(-1), torch.arange(1, k.size(2) + 1)
+    support = (1 + rank * ordered > total).sum(-1, keepdim=True)
+    return (scores - (total.gather(-1, support - 1) - 1) / support).clamp(min=0) @ v
 
 
 @left(*qkv(), reason="weight-not-pointwise")

@@ -15,6 +15,7 @@ from torch.fx import Node
 from ..reject import Reason, Reject
 from . import aten as table
 from .lift import lift_site
+from .near import hides_softmax, unseen
 from .normalize import Twin, closure, resembles_softmax, target_name
 from .shapes import UnknownSizeError
 from .site import Site
@@ -23,7 +24,10 @@ from .softmax import canonicalise
 
 @dataclass(frozen=True)
 class Found:
-    """One attention: its softmax, its value product, and the verdict. `covered` are the nodes a Site stands for."""
+    """One attention: its softmax, its value product, and the verdict. `covered` are the nodes a Site stands for.
+
+    The two are nodes of the twin, or of the user's graph where the twin does not show the attention.
+    """
 
     anchor: Node
     product: Node
@@ -44,7 +48,8 @@ def find_sites(twin: Twin) -> list[Found]:
                 found += _one_dropout_each([_judge(twin, anchor, *product, scores) for product in products])
             elif (near := _near_miss(anchor, live)) is not None:
                 found.append(near)
-    return _settle(twin, live, found)
+    hidden = [Found(*near) for near in unseen(twin, [f.anchor for f in found])]
+    return _settle(twin, live, found) + hidden
 
 
 def _one_dropout_each(found: list[Found]) -> list[Found]:
@@ -69,7 +74,9 @@ def _settle(twin: Twin, live: set[Node], found: list[Found]) -> list[Found]:
 def has_softmax(graph: Any) -> bool:
     """A quick look at any graph, before a twin is made: does anything in it resemble a softmax between two products?"""
     names = [target_name(n) for n in graph.nodes]
-    if any("softmax" in n or n.startswith("multi_head_attention") for n in names):
+    if any("softmax" in n or "softmin" in n or n.startswith("multi_head_attention") for n in names):
+        return True
+    if any(hides_softmax(n) for n in graph.nodes):
         return True
     by_hand = any(n.split(".")[0] in ("sum", "logsumexp", "log_softmax") for n in names)
     exponential = by_hand and any(resembles_softmax(n) for n in graph.nodes)

@@ -181,7 +181,8 @@ def target_name(n: Node) -> str:
 def resembles_softmax(n: Node) -> bool:
     """A softmax, or an exponential that may be part of one."""
     target = target_name(n)
-    return "softmax" in target or target == "multi_head_attention_forward" or target.split(".")[0] in ("exp", "exp_")
+    by_name = "softmax" in target or "softmin" in target or target == "multi_head_attention_forward"
+    return by_name or target.split(".")[0] in ("exp", "exp_")
 
 
 def _relevant(graph: torch.fx.Graph) -> set[Node]:
@@ -198,14 +199,14 @@ def _relevant(graph: torch.fx.Graph) -> set[Node]:
         if node not in followed:
             followed.add(node)
             seeds.add(node)
-            if not _is_leaf(node) and not any(word in str(node.target) for word in _PRODUCTS):
+            if not _is_leaf(node) and not any(word in str(node.target) for word in PRODUCTS):
                 stack.extend(node.users)
                 if may_mutate(node):  # what it wrote into is read under its old name
                     stack.extend(u for source in node.all_input_nodes for u in source.users)
     return closure(seeds, lambda n: () if _is_leaf(n) else n.all_input_nodes)
 
 
-_PRODUCTS = ("matmul", "bmm", "einsum", ".mm", "dot", "mv")
+PRODUCTS = ("matmul", "bmm", "einsum", ".mm", "dot", "mv")
 
 
 class UntraceableError(ValueError):
@@ -325,7 +326,7 @@ class _Recorder(Interpreter):
         with compat.disable_functional_mode():
             proxy = mode.tracer.create_proxy("call_function", leaf_value, (n.name,), {}, name=n.name)
             with compat.disable_proxy_modes_tracing():
-                if not isinstance(value, compat.FakeTensor):
+                if not isinstance(value, compat.FakeTensor) and not compat.is_wrapper(value):
                     value = self.mode.from_tensor(value)
                 fake = fresh_fake(value)
             compat.track_tensor_tree(fake, proxy, constant=None, tracer=mode.tracer)

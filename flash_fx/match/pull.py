@@ -50,7 +50,7 @@ class Puller:
         if node in self.cone or node in self.ends:
             found = self._inline(node, index)
             if found is None:
-                raise Reject(Reason.SCORE, node, f"through {_describe(node)}")
+                raise Reject(Reason.WEIGHT if self.weights else Reason.SCORE, node, f"through {_describe(node)}")
             return found
         found = self._inline_if_small(node, index)
         return self._capture(node, index) if found is None else found
@@ -109,6 +109,9 @@ class Puller:
             return None  # a program computes in float32
         if operation in table.CASTS:
             return self._cast(node, index)
+        if node in self.cone and node.meta["val"].dtype is torch.float64:
+            # 1e12 + x, or a fill with the least float64, would lose x, or be -inf
+            raise Reject(Reason.DTYPE, node, f"{_describe(node)} computes in float64")
         if operation in table.GENERATORS:
             return self._generate(node, operation, index)
         if operation in ("tril", "triu"):
@@ -703,4 +706,6 @@ def _has_load(e: Expr) -> bool:
 def _describe(node: Node) -> str:
     if node.target is leaf_value:
         return str(node.args[0])
+    if table.name_of(node) == "getitem":
+        return _describe(node.args[0])  # type: ignore[arg-type]
     return table.name_of(node) or str(getattr(node.target, "__name__", node.target))

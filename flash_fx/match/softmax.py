@@ -198,8 +198,8 @@ def _dropouts(twin: Twin) -> None:
             continue
         x, noise = node.args
         keep = _survival(noise)
-        if keep is None or len(noise.users) != 1:
-            continue
+        if keep is None or len(noise.users) != 1 or not _same_shape(noise, x):
+            continue  # noise that is broadcast drops whole heads or rows at once, as dropout2d does
         val = node.meta["val"]
         both = (val, val.new_empty(val.shape, dtype=torch.bool))
         args = (x, round(1.0 - keep, 12), True)

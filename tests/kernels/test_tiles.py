@@ -1,0 +1,31 @@
+"""Every kernel gets a tile that fits the shared memory of every device, decided before anything runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from flash_fx.kernels.spec import CaptureFact, KernelSpec
+from flash_fx.kernels.tiles import HOPPER_SHARED, shared_bytes, tile_for
+
+KINDS = ["forward", "delta", "backward_dkdv", "backward_dq", "backward_capture"]
+BIASED = "score = score * 0.125 + c0[h, q_idx, kv_idx]; drop = 0.1"
+
+
+@pytest.mark.parametrize("limit", [48 * 1024, 64 * 1024, 99 * 1024, HOPPER_SHARED])
+@pytest.mark.parametrize("d", [16, 64, 128, 160, 192, 256])
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", None), ("float32", "ieee"), ("float32", "tf32")])
+def test_every_kernel_fits_every_device(dtype: str, precision: str | None, d: int, limit: int) -> None:
+    if limit < 99 * 1024 and dtype == "float32" and d > 128:
+        pytest.skip("the smallest tile of tl.dot is larger; every NVIDIA GPU that Triton supports has 99 KB")
+    for program, captures in (("score = score * 0.125", ()), (BIASED, (CaptureFact("float32", 3),))):
+        spec = KernelSpec(program, captures, dtype, d, d, precision=precision)
+        for kind in KINDS:
+            tile = tile_for(kind, spec, limit)
+            assert shared_bytes(kind, spec, tile) <= limit, f"{kind} {tile}"
+            assert tile.block_m >= 16 and tile.block_n >= 16  # tl.dot takes no less
+
+
+def test_the_choice_depends_on_the_spec_and_the_limit_alone() -> None:
+    """So all ranks of one job run the same kernels."""
+    spec = KernelSpec(BIASED, (CaptureFact("float32", 3),), "bfloat16", 96, 96)
+    assert len({tile_for("forward", spec, 99 * 1024) for _ in range(3)}) == 1
