@@ -18,7 +18,18 @@ from ..score.expr import INDEX_NAMES, SCORE, Const, Expr, Load, Name, Op, Progra
 from ..score.fill import MARGIN, Fill, fill_of
 from ..score.grad import derivative, loads_of
 from ..score.region import Region, kv_region, q_region
-from .emit import LN2, LOG2E, Emitter, Place, capture_parameters, ends_lines, filled_lines, literal, range_lines, size_parameters
+from .emit import (
+    LN2,
+    LOG2E,
+    Emitter,
+    Place,
+    capture_parameters,
+    ends_lines,
+    filled_lines,
+    literal,
+    range_lines,
+    size_parameters,
+)
 from .facts import batches_share_tiles, is_tame, linear_scale, needs_residual
 from .spec import KernelSpec
 
@@ -208,7 +219,9 @@ _UNSTAGED = ", num_stages=1"  # a loop that seldom runs needs no buffers
 
 def _phases(program: Program, region: Region, axis: str) -> list[Phase]:
     """The loops over `range_lines` of the region."""
-    ragged = f"full_hi if EVEN_{axis.upper()} and not SHORT else hi"  # the compiler drops a loop that ends where it starts
+    ragged = (
+        f"full_hi if EVEN_{axis.upper()} and not SHORT else hi"  # the compiler drops a loop that ends where it starts
+    )
     if program.keep is None:
         return [
             Phase("middle", False, _along(axis, "0", "full_hi")),

@@ -12,6 +12,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1: run `pytest tests/kernels` on its own", allow_module_level=True)
 pytest.importorskip("triton")
 
+from test_interpret import Shape, autograd, compare, keep, operands, randn
+
 from flash_fx.kernels import launch, tiles
 from flash_fx.kernels.blocks import block_map
 from flash_fx.kernels.tiles import Tile
@@ -19,8 +21,6 @@ from flash_fx.score import blocks
 from flash_fx.score.blocks import block_mask
 from flash_fx.score.evaluate import evaluate
 from flash_fx.score.text import parse
-
-from test_interpret import Shape, autograd, compare, keep, operands, randn
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
 SHAPE = Shape(b=2, h=2, hk=1, m=270, n=300)
@@ -98,7 +98,10 @@ def test_kernels_that_walk_lists(name: str) -> None:
 
 
 def test_blocks_that_a_map_leaves_out_are_not_read() -> None:
-    program, (q, k, v, _) = parse("score = score * 0.25; keep = c0[b, q_idx] == c0[b, kv_idx]"), operands(SHAPE, torch.float32)
+    program, (q, k, v, _) = (
+        parse("score = score * 0.25; keep = c0[b, q_idx] == c0[b, kv_idx]"),
+        operands(SHAPE, torch.float32),
+    )
     ids = (torch.arange(300) // 128).expand(2, -1).contiguous()
     mask = block_mask(program)
     assert mask is not None

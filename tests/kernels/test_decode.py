@@ -11,11 +11,11 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1: run `pytest tests/kernels` on its own", allow_module_level=True)
 pytest.importorskip("triton")
 
+from test_interpret import Shape, autograd, check, compare, keep, kernels, operands, randn
+
 from flash_fx.kernels import launch, tiles
 from flash_fx.kernels.tiles import Tile
 from flash_fx.score.text import parse
-
-from test_interpret import Shape, autograd, check, compare, keep, kernels, operands, randn
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
 ONE = Shape(b=2, h=6, hk=2, m=1, n=700)
