@@ -973,6 +973,18 @@ def weights_accumulated_over_keys(q, k, v):
     return (q @ k.mT * 0.25).softmax(-1).cumsum(-1) @ v
 
 
+@left(*qkv(), T((M, N)), reason="weight-not-pointwise")
+def weights_mixed_with_others_and_normalised_again(q, k, v, positions):
+    w = 0.7 * (q @ k.mT * 0.25).softmax(-1) + 0.3 * positions.softmax(-1)
+    return w / w.sum(-1, keepdim=True) @ v
+
+
+@left(*qkv(), reason="weight-not-pointwise")
+def weights_padded_to_a_band(q, k, v):
+    w = F.pad((q @ k.mT * 0.25).softmax(-1), (0, M)).flatten(-2)[..., :-M].view(B, H, M, M + N - 1)
+    return w @ F.pad(v, (0, 0, 0, M - 1))
+
+
 @left(*qkv(), reason="score-not-pointwise")
 def scores_of_a_layer_norm(q, k, v):
     s = q @ k.mT

@@ -50,10 +50,13 @@ class Puller:
         if node in self.cone or node in self.ends:
             found = self._inline(node, index)
             if found is None:
-                raise Reject(Reason.WEIGHT if self.weights else Reason.SCORE, node, f"through {_describe(node)}")
+                raise Reject(self._reason(), node, f"through {_describe(node)}")
             return found
         found = self._inline_if_small(node, index)
         return self._capture(node, index) if found is None else found
+
+    def _reason(self) -> Reason:
+        return Reason.WEIGHT if self.weights else Reason.SCORE
 
     def _spans(self, i: Expr, size: Expr) -> bool:
         """Does the index run over exactly this dimension, as one coordinate or as its part along a folded axis?"""
@@ -89,7 +92,7 @@ class Puller:
     def _inline_uncached(self, node: Node, index: Index) -> Expr | None:
         if node in self.ends:
             if self.partial and not all(map(self._spans, index, self.shapes.of(node))):
-                raise Reject(Reason.SCORE, node, "it is written into a part of a larger tensor")
+                raise Reject(self._reason(), node, "it is written into a part of a larger tensor")
             return self.ends[node](index)
         if node in self.cone:
             if self.gradients and node in self.twin.stops:
@@ -142,7 +145,7 @@ class Puller:
                 held = step
         node, index = held
         if not isinstance(node.meta.get("val"), torch.Tensor):
-            raise Reject(Reason.SCORE, node, f"a captured value comes from {_describe(node)}")
+            raise Reject(self._reason(), node, f"a captured value comes from {_describe(node)}")
         number = next((i for i, c in enumerate(self.captures) if _is_same(c, node)), len(self.captures))
         if number == len(self.captures):
             self.captures.append(node)
