@@ -31,7 +31,7 @@ from .score.expr import Const, Expr, Name
 
 log = logging.getLogger("flash_fx")
 aten = torch.ops.aten
-_REEMIT = table.TRANSPARENT | table.GENERATORS | table.SHAPE_ONLY
+_REEMIT = table.TRANSPARENT | table.GENERATORS | table.SHAPE_ONLY | table.LOOKUPS
 
 
 def rewrite_graph(gm: GraphModule) -> Report:

@@ -477,7 +477,7 @@ EARS = [
         given(input_features=(2, LENGTH, 16)), 2, train=(1,) ),
     row("hubert", "HubertModel", SPEECH, sound(), 2, train=(1,)),
     row("unispeech", "UniSpeechModel", SPEECH, sound(), 2, train=(1,)),
-    row("wavlm", "WavLMModel", {**SPEECH, "num_buckets": 8, "max_bucket_distance": 16}, sound(), 0),
+    row("wavlm", "WavLMModel", {**SPEECH, "num_buckets": 8, "max_bucket_distance": 16}, sound(), 2),
     row("sew", "SEWModel", {**SPEECH, "squeeze_factor": 2}, sound(4000), 2, train=(1,)),
     row("sew-d", "SEWDModel", {**SPEECH, "squeeze_factor": 2, "position_buckets": 8}, sound(4000), 2, train=(0,)),
     row("data2vec-text", "Data2VecTextModel", TEXT, padded(), 2),

@@ -66,9 +66,9 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     if not uses_triton(query.device):
         return torch.ops.flash_fx.tiled_attention(query, key, value, captures, sizes, seed, program, bmhd)
-    from ..kernels import launch
+    from ..kernels import tables
 
-    return launch.forward(query, key, value, captures, sizes, seed, _program(program), bmhd)
+    return tables.forward(query, key, value, captures, sizes, seed, _program(program), bmhd)
 
 
 @triton_op("flash_fx::attention_backward", mutates_args=())
@@ -89,9 +89,9 @@ def _attention_backward(
         return torch.ops.flash_fx.tiled_attention_backward(
             grad_out, query, key, value, captures, sizes, seed, out, lse, program, needs
         )
-    from ..kernels import launch
+    from ..kernels import tables
 
-    grads = launch.backward(
+    grads = tables.backward(
         grad_out, query, key, value, captures, sizes, seed, out, lse, _program(program), list(needs)
     )
     return [g.contiguous() for g in grads]
