@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node
 
 from . import compat
@@ -362,7 +363,7 @@ class _Emitter:
         """Give a new node a fake value, as Dynamo's own nodes have."""
         try:
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), example_value)
-            mode = compat.fake_mode_of([example_value(n) for n in node.all_input_nodes])
+            mode = compat.fake_mode_of(pytree.tree_leaves(example_value(self.target)))
             if mode is not None:
                 with mode, torch.no_grad():
                     value = node.target(*args, **kwargs)  # type: ignore[operator]
