@@ -89,11 +89,11 @@ class _Points:
         operation = table.name_of(node)
         if operation == "arange":
             return self._arange(node, index[0])
-        if operation in table.GENERATORS:
-            return self._constant(node, operation)
+        if operation in table.GENERATORS or node.op == "get_attr":
+            return self._constant(node, operation or node.op)
         if operation in table.CASTS or operation in table.POINTWISE or operation in ("where", "masked_fill"):
             return self._pointwise(node, index)
-        return node if not index else None
+        return None
 
     def _pointwise(self, node: Node, index: Index) -> Node | None:
         args = []
@@ -121,14 +121,15 @@ class _Points:
         """The one number that fills the tensor."""
         kind = operation.removesuffix("_like").split("_")[-1]
         value: Any = {"zeros": 0, "ones": 1}.get(kind)
-        if kind == "full":
-            value = node.args[2 if operation == "new_full" else 1]
-        held = node.meta["val"]
-        return (
-            None
-            if value is None
-            else self.extra.call(aten.full.default, [], value, dtype=held.dtype, device=held.device)
-        )
+        at = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}.get(operation)
+        if at is not None:
+            value = node.args[at]
+        elif operation == "get_attr" and (found := self.puller._constant_attribute(node)) is not None:
+            value = found.head
+        return None if value is None else self._full(value, node.meta["val"])
+
+    def _full(self, value: Any, like: torch.Tensor) -> Node:
+        return self.extra.call(aten.full.default, [], value, dtype=like.dtype, device=like.device)
 
     # *** coordinates ***
 
