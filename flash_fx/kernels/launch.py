@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from ..scatter import sum_by_diagonal, sum_by_index
+from ..score.diagonal import diagonal_offset
 from ..score.evaluate import Evaluator, evaluate, fill_top
 from ..score.expr import INDEX_NAMES, Const, Load, Program, captures_in
 from ..score.fill import fill_of
-from .facts import diagonal_offset, needs_residual
+from .facts import needs_residual
 from .plan import Gradient, gradients_of
 from .render import load_kernel
 from .spec import CaptureFact, KernelSpec
