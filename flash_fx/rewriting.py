@@ -10,14 +10,14 @@ import itertools
 import logging
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node
 
-from . import compat
+from . import block_maps, compat
 from .match import aten as table
 from .match import index as ix
 from .match.find import Found, find_sites, has_softmax
@@ -55,9 +55,10 @@ def _rewrite_one(gm: GraphModule) -> Report:
         )
     report = Report()
     sources: list[Node] = []  # what the replaced nodes were computed from
+    maps: dict[Hashable, Node] = {}  # block maps that were made
     fused = False
     for group in _groups(twin, found):
-        described = _apply(gm, twin, group, sources)
+        described = _apply(gm, twin, group, sources, maps)
         report.sites += described
         fused = fused or described[0].status == "fused"
     if fused:
@@ -109,12 +110,14 @@ def _groups(twin: Twin, found: list[Found]) -> list[list[Found]]:
     return list(groups.values())
 
 
-def _apply(gm: GraphModule, twin: Twin, group: list[Found], sources: list[Node]) -> list[SiteReport]:
+def _apply(
+    gm: GraphModule, twin: Twin, group: list[Found], sources: list[Node], maps: dict[Hashable, Node]
+) -> list[SiteReport]:
     rejected = next((f.verdict for f in group if isinstance(f.verdict, Reject)), None)
     sites = [f.verdict for f in group if isinstance(f.verdict, Site)]
     if rejected is None:
         try:
-            sources += _replace(gm, twin, sites)
+            sources += _replace(gm, twin, sites, maps)
             return [_describe_fused(twin, s) for s in sites]
         except Reject as r:
             rejected = r
@@ -127,12 +130,12 @@ def _apply(gm: GraphModule, twin: Twin, group: list[Found], sources: list[Node])
 # *** one site, or several that are added up ***
 
 
-def _replace(gm: GraphModule, twin: Twin, sites: list[Site]) -> list[Node]:
+def _replace(gm: GraphModule, twin: Twin, sites: list[Site], maps: dict[Hashable, Node]) -> list[Node]:
     """Put the operator in the place of the value product; returns what the product was computed from."""
     product = sites[0].product
     target, result = _result_node(twin, twin.sums.get(product, product))
     with gm.graph.inserting_before(target):
-        new = _emit(gm, twin, sites, target, result)
+        new = _emit(gm, twin, sites, target, result, maps)
     new.meta.update({k: v for k, v in target.meta.items() if k != "example_value"})
     if "example_value" in target.meta:
         new.meta["example_value"] = target.meta["example_value"]
@@ -159,11 +162,13 @@ def _result_node(twin: Twin, product: Node) -> tuple[Node, Node]:
     return user, node
 
 
-def _emit(gm: GraphModule, twin: Twin, sites: list[Site], target: Node, result: Node) -> Node:
+def _emit(
+    gm: GraphModule, twin: Twin, sites: list[Site], target: Node, result: Node, maps: dict[Hashable, Node]
+) -> Node:
     """The nodes of the sites before `target`. Nothing is left behind when a Reject is raised."""
     new: list[Node] = []
     try:
-        emitters = [_Emitter(gm, twin, site, target, new) for site in sites]
+        emitters = [_Emitter(gm, twin, site, target, new, maps) for site in sites]
         if len(emitters) == 1:
             return emitters[0].emit(result)
         products = {e.site.product: e.emit(e.site.product) for e in emitters}
@@ -176,14 +181,16 @@ def _emit(gm: GraphModule, twin: Twin, sites: list[Site], target: Node, result: 
 
 
 class _Emitter:
-    """Writes the nodes of one site before `target`, and lists them in `new`."""
+    """Writes the nodes of one site before `target`, and lists them in `new`; `maps` are shared by the whole graph."""
 
-    def __init__(self, gm: GraphModule, twin: Twin, site: Site, target: Node, new: list[Node]) -> None:
+    def __init__(
+        self, gm: GraphModule, twin: Twin, site: Site, target: Node, new: list[Node], maps: dict[Hashable, Node]
+    ) -> None:
         self.gm, self.graph, self.twin, self.site, self.target = gm, gm.graph, twin, site, target
         self.moment = twin.order[target]
         self.live = twin.live_at(self.moment)
         self.made: dict[Node, Node] = {}
-        self.new = new
+        self.new, self.maps = new, maps
 
     def emit(self, result: Node) -> Node:
         site = self.site
@@ -193,8 +200,18 @@ class _Emitter:
         sizes = [self._size(s) for s in site.sizes]
         seed = self._seed() if site.program.drop else None
         bmhd = placement.memory == "bmhd"
+        blocks = self._block_lists(query, key, captures, sizes)
         call = self._call(
-            torch.ops.flash_fx.attention.default, query, key, value, captures, sizes, seed, str(site.program), bmhd
+            torch.ops.flash_fx.attention.default,
+            query,
+            key,
+            value,
+            captures,
+            sizes,
+            seed,
+            str(site.program),
+            bmhd,
+            *blocks,
         )
         out = self._call(operator.getitem, call, 0)
         if not self._wants_gradient() and any(o.node in self.twin.requires_grad for o in self._operands()):
@@ -233,6 +250,21 @@ class _Emitter:
     def _seed(self) -> Node:
         device = self.site.product.meta["val"].device
         return self._call(aten.randint.low, 0, 2**62, [2], dtype=torch.int64, device=device)
+
+    def _block_lists(self, query: Node, key: Node, captures: list[Node], sizes: list[Any]) -> list[Node]:
+        """The operator's kv_blocks and, for a backward, q_blocks: read from a map made here, or for an earlier site."""
+        mask = block_maps.wanted(self.site, self.site.product.meta["val"].device)
+        if mask is None:
+            return []
+        identity = block_maps.identity(self.site, mask)
+        made = self.maps.get(identity)
+        if made is None or made._erased or not made < self.target:
+            query, key, *read = (
+                self._call(aten.detach.default, n) for n in (query, key, *(captures[i] for i in mask.captures))
+            )
+            made = self._call(torch.ops.flash_fx.block_map.default, query, key, read, sizes, str(mask.program))
+            self.maps[identity] = made
+        return [self._call(operator.getitem, made, i) for i in range(2 if self._wants_gradient() else 1)]
 
     def value(self, node: Node) -> Node:
         """A user node with the value of a twin node, at this moment."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..score.expr import SCORE, Const, Expr, Load, Op, walk
+from ..score.expr import SCORE, Const, Expr, Load, Op, Program, names_in, walk
 from .spec import KernelSpec
 
 _SAFE_MAGNITUDE = 1e4  # lse + log(n) must keep the logarithm in float32
@@ -69,3 +69,13 @@ def needs_residual(spec: KernelSpec) -> bool:
     """
     score = spec.parsed.score
     return spec.dtype == "float32" or not (linear_scale(score) is not None or is_tame(score))
+
+
+def batches_share_tiles(program: Program) -> bool:
+    """Whether a matrix that all batches read, such as a bias [H, M, N], is captured.
+
+    Then the batches of a head should run at the same time, so that only the first one reads it from memory.
+    """
+    loads = (n for _, e in program.parts() for n in walk(e) if isinstance(n, Load))
+    names = [names_in(load) for load in loads]
+    return any({"q_idx", "kv_idx"} <= found and "b" not in found for found in names)

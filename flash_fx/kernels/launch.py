@@ -20,14 +20,17 @@ from ..score.diagonal import diagonal_offset
 from ..score.evaluate import Evaluator, evaluate, fill_top
 from ..score.expr import INDEX_NAMES, Const, Load, Program, captures_in
 from ..score.fill import fill_of
-from .facts import needs_residual
+from .facts import batches_share_tiles, needs_residual
 from .plan import Gradient, gradients_of
 from .render import load_kernel
 from .spec import CaptureFact, KernelSpec
 from .tiles import HOPPER_SHARED, Tile, padded, tile_for
 
 Size = Any  # int or torch.SymInt
-GROUP = 8  # batch-heads whose tiles alternate in a launch, where early tiles are heavier
+MOST_ROWS = 64  # of a tile that holds the queries of several heads
+LEAST_KEYS = 512  # fewer are not worth a second kernel
+PROGRAMS = 1024  # that read keys at the same time: several for each multiprocessor of a large GPU
+GROUP = 8  # batch-heads whose tiles alternate in a launch, where early tiles are heavier or captures are shared
 
 
 def interpreting() -> bool:
@@ -73,17 +76,22 @@ def forward(
     seed: Tensor | None,
     program: Program,
     bmhd: bool = False,
+    kv_blocks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B, H, M, Dv] in the dtype of query, and lse [B, H, M] float32.
 
     query [B, H, M, D], key [B, Hk, N, D], value [B, Hk, N, Dv], any strides; seed int64 [2] where the program drops.
-    out is contiguous, or with `bmhd` the transpose(1, 2) view of a contiguous [B, M, H, Dv].
+    out is contiguous, or with `bmhd` the transpose(1, 2) view of a contiguous [B, M, H, Dv]. kv_blocks is the first
+    result of `block_map` for this program, if it has one.
     """
-    run = _Run(query, key, value, captures, sizes, seed, program)
+    run = _Run(query, key, value, captures, sizes, seed, program, kv_blocks)
     shape = (run.b, run.h, run.m, run.spec.dv)
     out = query.new_empty((run.b, run.m, run.h, run.spec.dv)).transpose(1, 2) if bmhd else query.new_empty(shape)
     lse = query.new_empty(shape[:3], dtype=torch.float32)
     if _is_empty(run.b, run.h, run.m):
+        return out, lse
+    if run.is_decoding():
+        run.decode(out, lse)
         return out, lse
     tile = run.tile("forward")
     run.launch(
@@ -106,12 +114,14 @@ def backward(
     lse: Tensor,
     program: Program,
     needs: Sequence[bool],
+    kv_blocks: Tensor | None = None,
+    q_blocks: Tensor | None = None,
 ) -> list[Tensor]:
     """Gradients of query, key, value and captures where `needs` is true, in order, in the input's dtype and shape.
 
-    grad_out [B, H, M, Dv] may have any strides, zeros included.
+    grad_out [B, H, M, Dv] may have any strides, zeros included. kv_blocks and q_blocks are those of `block_map`.
     """
-    run = _Run(query, key, value, captures, sizes, seed, program)
+    run = _Run(query, key, value, captures, sizes, seed, program, kv_blocks, q_blocks)
     rows = run.delta(grad_out, out, lse)
     found: dict[int, Tensor] = {}
     if needs[0]:
@@ -136,6 +146,8 @@ class _Run:
         sizes: Sequence[Size],
         seed: Tensor | None,
         program: Program,
+        kv_blocks: Tensor | None = None,
+        q_blocks: Tensor | None = None,
     ) -> None:
         self.query, self.key, self.value = query, key, value
         self.captures, self.sizes, self.program = captures, sizes, program
@@ -143,7 +155,7 @@ class _Run:
         self.hk, self.n = key.shape[1], key.shape[2]
         self.spec = _checked(make_spec(query, value, captures, len(sizes), program))
         self.exact = not needs_residual(self.spec)
-        self.skips = program.keep is not None or fill_of(program) is not None
+        self.alternates = program.keep is not None or fill_of(program) is not None or batches_share_tiles(program)
         self.operands = {
             "Q": query, "K": key, "V": value,
             **strides("q", "bhmd", query), **strides("k", "bhnd", key), **strides("v", "bhnd", value),
@@ -155,6 +167,7 @@ class _Run:
         self.lengths |= {"H": self.h, "G": self.h // self.hk, "M": self.m, "N": self.n, "NUM_BH": self.b * self.h}
         self.seeded = {"SEED": seed} if program.drop else {}
         self.filling = self._filling()
+        self.blocks = {"forward": kv_blocks, "delta": kv_blocks, "backward_dq": kv_blocks, "backward_dkdv": q_blocks}
 
     def _filling(self) -> dict[str, Tensor]:
         """TOP where a finite fill adds to scores, so that only these can tell how large the sum gets."""
@@ -169,18 +182,45 @@ class _Run:
     def dims(self, tile: Tile) -> dict[str, Any]:
         return {
             "D": self.spec.d, "D_V": self.spec.dv, "BLOCK_D": padded(self.spec.d), "BLOCK_DV": padded(self.spec.dv),
-            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP": GROUP if self.skips else 1,
+            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP": GROUP if self.alternates else 1,
             "EVEN_M": divides(tile.block_m, self.m), "EVEN_N": divides(tile.block_n, self.n),
         }  # fmt: skip
 
     def launch(self, template: str, tile: Tile, programs: Size, *context: Any, **arguments: Any) -> None:
-        kernel = load_kernel(template, self.spec, *context)
+        blocks = self.blocks.get(template)
+        spec = self.spec if blocks is None else _checked(replace(self.spec, blocks=True))
+        kernel = load_kernel(template, spec, *context)
         arguments |= {name: value for name, value in self.filling.items() if name in kernel.arg_names}
-        if self.spec.interpret:
-            kernel[(programs,)](**arguments)
-        else:
-            traceable = torch.library.wrap_triton(kernel)
-            traceable[(programs,)](**arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
+        if blocks is not None and "BLOCKS" in kernel.arg_names:  # not in a delta kernel without a loop
+            arguments |= {"BLOCKS": blocks, "stride_lb": blocks.stride(0), "stride_lh": blocks.stride(1)}
+        launch_kernel(kernel, tile, programs, spec.interpret, **arguments)
+
+    # *** few queries, many keys ***
+
+    def is_decoding(self) -> bool:
+        """Whether keys are split over programs: the queries of all heads that share a key head fit in one small tile."""
+        m, g = self.m, self.lengths["G"]
+        few = isinstance(m, int) and isinstance(g, int) and m * g <= MOST_ROWS
+        return few and not self.program.drop and (not isinstance(self.n, int) or self.n >= LEAST_KEYS)
+
+    def decode(self, out: Tensor, lse: Tensor) -> None:
+        rows = self.m * self.lengths["G"]
+        tile = self.tile("decode")
+        dims = self.dims(replace(tile, block_m=max(16, 1 << (rows - 1).bit_length())))
+        split = split_length(self.b * self.hk, self.n, tile.block_n)
+        splits = cdiv(self.n, split)
+        part = self.query.new_empty((splits, *out.shape), dtype=torch.float32)
+        part_lse = self.query.new_empty((splits, *lse.shape), dtype=torch.float32)
+        shared = {**self.captured, **self.lengths, "PART": part, "PLSE": part_lse, "SPLITS": splits}
+        self.launch(
+            "decode", tile, self.b * self.hk * splits, **self.operands, **shared, SPLIT=split,
+            **{k: dims[k] for k in ("D", "D_V", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N")},
+        )  # fmt: skip
+        del shared["G"]
+        self.launch(
+            "combine", tile, self.b * self.h * self.m, **shared, OUT=out, **strides("o", "bhmd", out), LSE=lse,
+            **{k: dims[k] for k in ("D_V", "BLOCK_DV")}, BLOCK_S=16,
+        )  # fmt: skip
 
     # *** backward passes ***
 
@@ -360,6 +400,22 @@ def _place(total: Tensor, gradient: Gradient, found: Tensor) -> Tensor:
             axis -= 1
             total = total.narrow(dim, 0, found.shape[axis])
     return total
+
+
+def split_length(batches: Size, n: Size, block: int) -> int:
+    """Keys for each program, a multiple of the block, so that `batches` of them make about PROGRAMS."""
+    if not (isinstance(batches, int) and isinstance(n, int)):
+        return 512
+    splits = max(1, min(cdiv(PROGRAMS, batches), cdiv(n, 256)))
+    return cdiv(cdiv(n, splits), block) * block
+
+
+def launch_kernel(kernel: Any, tile: Tile, programs: Size, interpret: bool, **arguments: Any) -> None:
+    if interpret:
+        kernel[(programs,)](**arguments)
+    else:
+        traceable = torch.library.wrap_triton(kernel)
+        traceable[(programs,)](**arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 
 def strides(letter: str, axes: str, tensor: Tensor) -> dict[str, Size]:

@@ -13,12 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..score.blocks import BLOCK, EMPTY, FULL, PARTIAL, block_mask
 from ..score.expr import INDEX_NAMES, SCORE, Const, Expr, Load, Name, Op, Program, const, names_in, op
 from ..score.fill import MARGIN, Fill, fill_of
 from ..score.grad import derivative, loads_of
 from ..score.region import Region, kv_region, q_region
 from .emit import LN2, LOG2E, Emitter, Place, capture_parameters, filled_lines, literal, range_lines, size_parameters
-from .facts import is_tame, linear_scale, needs_residual
+from .facts import batches_share_tiles, is_tame, linear_scale, needs_residual
 from .spec import KernelSpec
 
 _ZERO = const(0.0)
@@ -27,17 +28,17 @@ DRAWS = 1 << 16  # outcomes of one draw of dropout
 
 @dataclass
 class Phase:
-    """One loop: `for start in range(start, stop, BLOCK)`. Texts of values are names or literals; "" where absent.
+    """One loop over tiles. Texts of values are names or literals; "" where absent.
 
-    `filled`  a loop over the tiles that only a finite fill reaches: start is that of number `step` of `left`
+    `loop`    the statements that open it and set start_m or start_n
+    `filled`  a loop over the tiles that only a finite fill reaches
     `linear`  scores are kept as the raw products, `scale` goes into exp2
     `exact`   see Note [Large scores] in the templates; in a backward kernel, that no residual is needed
     """
 
     name: str
     masked: bool
-    start: str
-    stop: str = ""
+    loop: list[str]
     filled: bool = False
     linear: bool = False
     exact: bool = False
@@ -168,6 +169,7 @@ def _common(spec: KernelSpec) -> dict[str, Any]:
         "LN2": repr(LN2),
         "widen": ".to(tl.float32)" if spec.widen else "",
         "precision": f', input_precision="{spec.precision}"' if spec.precision else "",
+        "batches_first": batches_share_tiles(program),
         "causal_like": _stops_late(kv_region(_inner(program))),
     }
 
@@ -189,18 +191,71 @@ def _inner(program: Program) -> Program:
     return program if fill is None else fill.inner(program)
 
 
+def _along(axis: str, start: str, stop: str) -> list[str]:
+    return [f"for start_{axis} in tl.range({start}, {stop}, BLOCK_{axis.upper()}):"]
+
+
+def _by_step(axis: str, first: str, stop: str, start: str, options: str = "") -> list[str]:
+    return [f"for step in tl.range({first}, {stop}{options}):", f"    start_{axis} = {start}"]
+
+
+_UNSTAGED = ", num_stages=1"  # a loop that seldom runs needs no buffers
+
+
 def _phases(program: Program, region: Region, axis: str) -> list[Phase]:
     """The loops over `range_lines` of the region."""
     ragged = f"full_hi if EVEN_{axis.upper()} else hi"  # the compiler drops a loop that ends where it starts
     if program.keep is None:
-        return [Phase("middle", False, "0", "full_hi"), Phase("tail", True, "full_hi", ragged)]
+        return [
+            Phase("middle", False, _along(axis, "0", "full_hi")),
+            Phase("tail", True, _along(axis, "full_hi", ragged)),
+        ]
     full_hi = region.full_hi
     if isinstance(full_hi, Const) and full_hi.head <= 0:
-        return [Phase("all", True, "lo", "hi")]
-    head = [] if region.full_lo is None else [Phase("head", True, "lo", "tl.minimum(full_lo, hi)")]
+        return [Phase("all", True, _along(axis, "lo", "hi"))]
+    head = [] if region.full_lo is None else [Phase("head", True, _along(axis, "lo", "tl.minimum(full_lo, hi)"))]
     end = ragged if region.full_hi is None else "hi"
     # the middle first: with a finite fill only its maxima are sure to be ordinary numbers, and may stay raw products
-    return [Phase("middle", False, "full_lo", "full_hi"), *head, Phase("tail", True, "full_hi", end)]
+    middle, tail = _along(axis, "full_lo", "full_hi"), _along(axis, "full_hi", end)
+    return [Phase("middle", False, middle), *head, Phase("tail", True, tail)]
+
+
+def _listed(loops: _Loops, axis: str) -> tuple[list[str], list[Phase]]:
+    """The loops over the list of the tile's block: its full blocks, its partial ones, and with a finite fill the empty ones.
+
+    A block is several tiles: `step` counts tiles.
+    """
+    other, length, block = ("m", "N", "BLOCK_N") if axis == "n" else ("n", "M", "BLOCK_M")
+    names = names_in(block_mask(loops.spec.parsed).program.keep)  # type: ignore[union-attr, arg-type]
+    row = ["BLOCKS", *(f"off_{n} * stride_l{n}" for n in "bh" if n in names)]
+    lines = [
+        f"per_block = {BLOCK} // {block}",
+        f"blocks = tl.cdiv({length}, {BLOCK})",
+        f"row = {' + '.join(row)} + start_{other} // {BLOCK} * (blocks + 2)",
+        "full = tl.load(row)",
+        "some = tl.load(row + 1)",
+    ]
+
+    def place(step: str) -> str:
+        return f"tl.load(row + 2 + {step} // per_block) * {BLOCK} + {step} % per_block * {block}"
+
+    def over(first: str, stop: str, options: str = "") -> list[str]:
+        # the number of the next block is read a step early: a load whose address waits for another would not be staged
+        return [
+            f"upcoming = {place(f'tl.minimum({first}, blocks * per_block - 1)')}",
+            f"for step in tl.range({first}, {stop}{options}):",
+            f"    start_{axis} = upcoming",
+            "    after = tl.minimum(step + 1, blocks * per_block - 1)",
+            f"    upcoming = {place('after')}",
+        ]
+
+    phases = [
+        Phase("full blocks", False, over("0", "full * per_block")),
+        Phase("partial blocks", True, over("full * per_block", "some * per_block")),
+    ]
+    if loops.fill is not None:
+        phases.append(Phase("filled", True, over("some * per_block", "blocks * per_block", _UNSTAGED), filled=True))
+    return lines, phases
 
 
 Slopes = Callable[[Program], dict[str, Expr]]  # of a program: dscore, dload_score, dload_weight, as a loop needs them
@@ -285,24 +340,30 @@ def _over_queries(loops: _Loops) -> dict[str, Any]:
     roots = loops.roots()
     outer = Emitter(loops.spec, replace(_COLUMNS, extra=_TILE_RANGE))
     outer.hoist(roots, frozenset({"q_idx", "score", "h"}))
+    hoisted = outer.take()
     bounds, phases = _bounds_and_phases(loops, outer, "m", q_region)
     per_head = Emitter(loops.spec, _COLUMNS, outer)
     per_head.hoist(roots, frozenset({"q_idx", "score"}))
     for phase in phases:
         loops.emit(phase, Emitter(loops.spec, _key_major(phase.masked), per_head))
-    walks = loops.fill is not None
-    return {"hoisted": [], "bounds": bounds, "per_head": per_head.take(), "phases": phases, "walks": walks}
+    walks, head = loops.fill is not None, per_head.take()
+    if loops.spec.blocks:  # lists may differ by head
+        bounds, head = [], bounds + head
+    return {"hoisted": hoisted, "bounds": bounds, "per_head": head, "phases": phases, "walks": walks}
 
 
 def _bounds_and_phases(
     loops: _Loops, outer: Emitter, axis: str, region_of: Callable[[Program], Region]
 ) -> tuple[list[str], list[Phase]]:
+    if loops.spec.blocks:
+        return _listed(loops, axis)
     program, inner = loops.variants().values()
     region = region_of(inner)
     bounds, phases = range_lines(outer, region, axis), _phases(inner, region, axis)
     if loops.fill is not None:
         lines, start = filled_lines(outer, region_of(program), axis, region)
-        bounds, phases = [*bounds, *lines], [*phases, Phase("filled", True, start, filled=True)]
+        loop = _by_step(axis, "0", "left", start, _UNSTAGED)
+        bounds, phases = [*bounds, *lines], [*phases, Phase("filled", True, loop, filled=True)]
     return bounds, phases
 
 
@@ -316,22 +377,43 @@ def _one_tile(loops: _Loops, gradient: Gradient) -> dict[str, Any]:
     conditions = [f"({outer.value(gradient.load.args[d], 'int')} == group_{d})" for d in gradient.grouped]
     conditions += ["needed"] if walks else []
     members = {"grouped": gradient.grouped, "member": outer.take(), "condition": " & ".join(conditions)}
-    phase = Phase("tile", True, "")
+    phase = Phase("tile", True, [])
     loops.emit(phase, Emitter(loops.spec, _query_major(True), outer))
     return {"hoisted": hoisted, "bounds": bounds, "phases": [phase], "walks": walks, **members}
 
 
-def _sink(spec: KernelSpec) -> dict[str, Any]:
+def _sink(spec: KernelSpec, place: Place = _ROWS) -> dict[str, Any]:
     """The sink of every row of a q tile: [BLOCK_M, 1] or scalar."""
     if spec.parsed.sink is None:
         return {"sink_lines": [], "sink": ""}
-    e = Emitter(spec, _ROWS)
+    e = Emitter(spec, place)
     text = e.value(spec.parsed.sink, "float")
     return {"sink_lines": e.take(), "sink": text}
 
 
 def forward_context(spec: KernelSpec) -> dict[str, Any]:
     return {**_common(spec), **_over_keys(_Loops(spec, backward=False)), **_sink(spec)}
+
+
+_PACKED = Place(q="offs_m[:, None]", q_first="0", q_local="offs_m[:, None]", extra={"h": "offs_h[:, None]"})
+_ONE_ROW = Place(q="off_m", q_first="off_m")
+
+
+def decode_context(spec: KernelSpec) -> dict[str, Any]:
+    """A tile whose rows are the queries of several heads, so that even h varies inside."""
+    loops = _Loops(spec, backward=False, natural=True, walks=False)
+    program = spec.parsed
+    outer = Emitter(spec, replace(_PACKED, extra={**_PACKED.extra, "q0": "0", "q1": "(M - 1)"}))
+    bounds = range_lines(outer, kv_region(program), "n")
+    keys = _query_major(True)
+    place = replace(_PACKED, score="qk", **{k: getattr(keys, k) for k in ("kv", "kv_first", "kv_local", "kv_mask")})
+    phase = Phase("all", True, [])
+    loops.emit(phase, Emitter(spec, place))
+    return {**_common(spec), "bounds": bounds, "phase": phase}
+
+
+def combine_context(spec: KernelSpec) -> dict[str, Any]:
+    return {**_common(spec), **_sink(spec, _ONE_ROW)}
 
 
 def delta_context(spec: KernelSpec) -> dict[str, Any]:
@@ -385,6 +467,26 @@ def _outside(spec: KernelSpec) -> Program:
     return spec.parsed if fill is None else replace(spec.parsed, score=fill.outside)
 
 
+def block_kinds_context(spec: KernelSpec) -> dict[str, Any]:
+    assert spec.parsed.keep is not None
+    e = Emitter(spec, _query_major(True))
+    kept = e.value(spec.parsed.keep, "bool")
+    return {
+        **_BLOCKS,
+        "captures": capture_parameters(spec),
+        "sizes": size_parameters(spec),
+        "keep": e.take(),
+        "kept": kept,
+    }
+
+
+def block_lists_context(spec: KernelSpec) -> dict[str, Any]:
+    return _BLOCKS
+
+
+_BLOCKS: dict[str, Any] = {"BLOCK": BLOCK, "EMPTY": EMPTY, "PARTIAL": PARTIAL, "FULL": FULL}
+
+
 def backward_dq_context(spec: KernelSpec) -> dict[str, Any]:
     walks = derivative(_outside(spec).score, SCORE) is not _ZERO
     return {**_common(spec), **_over_keys(_Loops(spec, _score_slopes(spec), walks=walks))}
@@ -413,8 +515,12 @@ _NOTATION = {
 
 CONTEXTS = {
     "forward": forward_context,
+    "decode": decode_context,
+    "combine": combine_context,
     "delta": delta_context,
     "backward_dkdv": backward_dkdv_context,
     "backward_dq": backward_dq_context,
     "backward_capture": backward_capture_context,
+    "block_kinds": block_kinds_context,
+    "block_lists": block_lists_context,
 }

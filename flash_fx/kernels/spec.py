@@ -38,6 +38,7 @@ class KernelSpec:
     `num_sizes`  how many run-time sizes s0, s1, ... the program may name
     `precision`  input_precision of float32 dots; None for 16-bit operands
     `interpret`  the kernel will run in Triton's interpreter
+    `blocks`     the kernel walks the lists of a block map
     """
 
     program: str
@@ -48,6 +49,7 @@ class KernelSpec:
     num_sizes: int = 0
     precision: str | None = None
     interpret: bool = False
+    blocks: bool = False
 
     def __post_init__(self) -> None:
         assert self.dtype in OPERAND_DTYPES, f"no kernels for operands of dtype {self.dtype}"

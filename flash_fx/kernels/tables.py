@@ -43,10 +43,11 @@ def forward(
     seed: Tensor | None,
     program: Program,
     bmhd: bool = False,
+    kv_blocks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `launch.forward`."""
     with_tables = _Gathered.of(query, key, captures, sizes, program)
-    return launch.forward(query, key, value, with_tables.captures, sizes, seed, with_tables.program, bmhd)
+    return launch.forward(query, key, value, with_tables.captures, sizes, seed, with_tables.program, bmhd, kv_blocks)
 
 
 def backward(
@@ -61,12 +62,26 @@ def backward(
     lse: Tensor,
     program: Program,
     needs: Sequence[bool],
+    kv_blocks: Tensor | None = None,
+    q_blocks: Tensor | None = None,
 ) -> list[Tensor]:
     """As `launch.backward`."""
     gathered = _Gathered.of(query, key, captures, sizes, program)
     wanted = [*needs, *(needs[3 + n.head] for n in gathered.loads)]
     grads = launch.backward(
-        grad_out, query, key, value, gathered.captures, sizes, seed, out, lse, gathered.program, wanted
+        grad_out,
+        query,
+        key,
+        value,
+        gathered.captures,
+        sizes,
+        seed,
+        out,
+        lse,
+        gathered.program,
+        wanted,
+        kv_blocks,
+        q_blocks,
     )
     found = dict(zip((i for i, needed in enumerate(wanted) if needed), grads, strict=True))
     for i, node in enumerate(gathered.loads):

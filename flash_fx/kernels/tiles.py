@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from ..score.expr import Load, names_in, walk
 from .spec import KernelSpec
 
 HOPPER_SHARED = 227 * 1024
@@ -42,6 +43,7 @@ def padded(d: int) -> int:
 # Rows up to 128 wide are the fastest of a sweep on an H200 (Triton 3.6, 16k tokens, S = 4096, full and causal).
 _HALF = {
     "forward": [(64, Tile(64, 64, 4, 3)), (128, Tile(128, 128, 8, 3)), (256, Tile(64, 64, 4, 2))],
+    "decode": [(128, Tile(16, 64, 4, 3)), (256, Tile(16, 32, 4, 3))],
     "backward_dkdv": [(64, Tile(64, 64, 4, 3)), (128, Tile(64, 128, 8, 3)), (256, Tile(64, 64, 8, 1))],
     "backward_dq": [(64, Tile(128, 64, 8, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 1))],
     "backward_capture": [(64, Tile(64, 64, 4, 1)), (128, Tile(64, 64, 4, 1)), (256, Tile(64, 64, 8, 1))],
@@ -50,6 +52,7 @@ _HALF = {
 # float32 with "ieee" dots runs on the ordinary units: everything must stay in registers
 _FULL = {
     "forward": [(64, Tile(32, 32, 4, 2)), (128, Tile(32, 32, 8, 1)), (256, Tile(16, 32, 8, 1))],
+    "decode": [(128, Tile(16, 32, 4, 2)), (256, Tile(16, 32, 8, 1))],
     "backward_dkdv": [(64, Tile(32, 32, 8, 1)), (128, Tile(32, 32, 8, 1)), (256, Tile(16, 16, 8, 1))],
     "backward_dq": [(64, Tile(32, 32, 8, 1)), (128, Tile(32, 32, 8, 1)), (256, Tile(16, 16, 8, 1))],
     "backward_capture": [(64, Tile(32, 32, 8, 1)), (128, Tile(32, 32, 8, 1)), (256, Tile(16, 16, 8, 1))],
@@ -58,6 +61,7 @@ _FULL = {
 # float32 with tensor-core dots of reduced precision
 _TF32 = {
     "forward": [(64, Tile(64, 64, 4, 2)), (128, Tile(64, 32, 4, 2)), (256, Tile(32, 32, 4, 1))],
+    "decode": [(128, Tile(16, 64, 4, 2)), (256, Tile(16, 32, 4, 2))],
     "backward_dkdv": [(64, Tile(64, 64, 8, 1)), (128, Tile(32, 64, 8, 1)), (256, Tile(32, 32, 8, 1))],
     "backward_dq": [(64, Tile(64, 64, 8, 1)), (128, Tile(64, 32, 8, 1)), (256, Tile(32, 32, 8, 1))],
     "backward_capture": [(64, Tile(64, 64, 8, 1)), (128, Tile(32, 32, 4, 1)), (256, Tile(32, 32, 8, 1))],
@@ -91,12 +95,18 @@ def fit(kind: str, spec: KernelSpec, tile: Tile, shared_limit: int) -> Tile:
     return tile
 
 
+def _matrices(spec: KernelSpec) -> set[int]:
+    """Captures of which a loop loads whole tiles."""
+    loads = (n for _, e in spec.parsed.parts() for n in walk(e) if isinstance(n, Load))
+    return {n.head for n in loads if {"q_idx", "kv_idx"} <= names_in(n)}
+
+
 def shared_bytes(kind: str, spec: KernelSpec, tile: Tile) -> int:
     """Estimate: what stays for the whole loop, and what each stage of the loop loads."""
     size = 4 if spec.dtype == "float32" else 2
     both = padded(spec.d) + padded(spec.dv)
     score = tile.block_m * tile.block_n
-    loads = sum(2 if c.dtype.endswith("16") else 4 for c in spec.captures if c.ndim >= 2) * score
+    loads = sum(2 if spec.captures[i].dtype.endswith("16") else 4 for i in _matrices(spec)) * score
     if kind == "backward_dkdv":
         stay, step = tile.block_n * both, tile.block_m * both
     else:

@@ -1,9 +1,13 @@
 """`flash_fx::attention` and its backward.
 
-    attention(query [B, H, M, D], key [B, Hk, N, D], value [B, Hk, N, Dv], captures, sizes, seed, program, bmhd)
-        -> (out [B, H, M, Dv], lse [B, H, M] float32)
+    attention(
+        query [B, H, M, D], key [B, Hk, N, D], value [B, Hk, N, Dv], captures, sizes, seed, program, bmhd,
+        kv_blocks, q_blocks,
+    ) -> (out [B, H, M, Dv], lse [B, H, M] float32)
+    block_map(query, key, captures, sizes, program) -> (kv_blocks, q_blocks)
 
-Both are `triton_op`s: on a GPU Inductor sees the generated kernels themselves. On every other device their body is a
+A block map says which blocks of the scores a mask leaves, so that kernels skip the others; attention is the same without.
+All are `triton_op`s: on a GPU Inductor sees the generated kernels themselves. On every other device their body is a
 call of an opaque operator that runs the tiled PyTorch path. `program` is the text of a score program.
 """
 
@@ -17,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op, triton_op
 
+from ..score.blocks import block_shape
 from ..score.expr import Program
 from ..score.text import parse
 from .check import check_operands
@@ -63,12 +68,14 @@ def _attention(
     seed: Tensor | None,
     program: str,
     bmhd: bool,
+    kv_blocks: Tensor | None = None,
+    q_blocks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if not uses_triton(query.device):
         return torch.ops.flash_fx.tiled_attention(query, key, value, captures, sizes, seed, program, bmhd)
     from ..kernels import tables
 
-    return tables.forward(query, key, value, captures, sizes, seed, _program(program), bmhd)
+    return tables.forward(query, key, value, captures, sizes, seed, _program(program), bmhd, kv_blocks)
 
 
 @triton_op("flash_fx::attention_backward", mutates_args=())
@@ -84,6 +91,8 @@ def _attention_backward(
     lse: Tensor,
     program: str,
     needs: Sequence[bool],
+    kv_blocks: Tensor | None = None,
+    q_blocks: Tensor | None = None,
 ) -> list[Tensor]:
     if not uses_triton(query.device):
         return torch.ops.flash_fx.tiled_attention_backward(
@@ -92,9 +101,32 @@ def _attention_backward(
     from ..kernels import tables
 
     grads = tables.backward(
-        grad_out, query, key, value, captures, sizes, seed, out, lse, _program(program), list(needs)
+        grad_out,
+        query,
+        key,
+        value,
+        captures,
+        sizes,
+        seed,
+        out,
+        lse,
+        _program(program),
+        list(needs),
+        kv_blocks,
+        q_blocks,
     )
     return [g.contiguous() for g in grads]
+
+
+@triton_op("flash_fx::block_map", mutates_args=())
+def _block_map(
+    query: Tensor, key: Tensor, captures: Sequence[Tensor], sizes: Sequence[int], program: str
+) -> tuple[Tensor, Tensor]:
+    if not uses_triton(query.device):
+        raise NotImplementedError(f"flash_fx: block maps are for devices with Triton, got {query.device}")
+    from ..kernels import blocks
+
+    return blocks.block_map(query, key, captures, sizes, _program(program))
 
 
 @custom_op("flash_fx::tiled_attention", mutates_args=())
@@ -139,7 +171,7 @@ def _tiled_attention_backward(
 @_attention.register_fake
 @_tiled_attention.register_fake
 def _attention_shapes(
-    query: Tensor, key: Tensor, value: Tensor, captures: Any, sizes: Any, seed: Any, program: str, bmhd: bool
+    query: Tensor, key: Tensor, value: Tensor, captures: Any, sizes: Any, seed: Any, program: str, bmhd: bool, *_: Any
 ) -> tuple[Tensor, Tensor]:
     b, h, m, _ = query.shape
     lse = query.new_empty((b, h, m), dtype=torch.float32)
@@ -162,34 +194,42 @@ def _backward_shapes(
     lse: Any,
     program: str,
     needs: Sequence[bool],
+    *_: Any,
 ) -> list[Tensor]:
     inputs = (query, key, value, *captures)
     return [t.new_empty(t.shape) for t, needed in zip(inputs, needs, strict=True) if needed]
+
+
+@_block_map.register_fake
+def _block_map_shapes(query: Tensor, key: Tensor, captures: Any, sizes: Any, program: str) -> tuple[Tensor, Tensor]:
+    b, h, rows, columns = block_shape(query, key, _program(program))
+    return tuple(query.new_empty((b, h, x, y + 2), dtype=torch.int32) for x, y in ((rows, columns), (columns, rows)))  # type: ignore[return-value]
 
 
 # *** autograd ***
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, captures, sizes, seed, program, _ = inputs
+    query, key, value, captures, sizes, seed, program, _, kv_blocks, q_blocks = inputs
     out, lse = output
     ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(query, key, value, out, lse, seed, *captures)
+    ctx.save_for_backward(query, key, value, out, lse, seed, kv_blocks, q_blocks, *captures)
     ctx.sizes, ctx.program = sizes, program
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple:
-    query, key, value, out, lse, seed, *captures = ctx.saved_tensors
+    query, key, value, out, lse, seed, kv_blocks, q_blocks, *captures = ctx.saved_tensors
     wanted = ctx.needs_input_grad
     needs = [*wanted[:3], *(wanted[3] if isinstance(wanted[3], (list, tuple)) else [wanted[3]] * len(captures))]
     needs = [n and t.is_floating_point() for n, t in zip(needs, (query, key, value, *captures), strict=True)]
     grads = iter(
         torch.ops.flash_fx.attention_backward(
-            grad_out, query, key, value, captures, ctx.sizes, seed, out, lse, ctx.program, needs
+            grad_out, query, key, value, captures, ctx.sizes, seed, out, lse, ctx.program, needs, kv_blocks, q_blocks
         )
     )
     found = [next(grads) if n else None for n in needs]
-    return found[0], found[1], found[2], found[3:], None if ctx.sizes else [], None, None, None
+    rest = [None for blocks in (kv_blocks, q_blocks) if blocks is not None]  # the dispatcher drops defaults at the end
+    return found[0], found[1], found[2], found[3:], None if ctx.sizes else [], None, None, None, *rest
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)
