@@ -33,7 +33,7 @@ from .score.expr import Const, Expr, Name
 
 log = logging.getLogger("flash_fx")
 aten = torch.ops.aten
-_REEMIT = table.TRANSPARENT | table.GENERATORS | table.SHAPE_ONLY
+_REEMIT = table.TRANSPARENT | table.GENERATORS | table.SHAPE_ONLY | table.LOOKUPS
 
 
 def rewrite_graph(gm: GraphModule) -> Report:
@@ -409,7 +409,7 @@ class _Emitter:
         """Give a new node a fake value, as Dynamo's own nodes have."""
         try:
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), example_value)
-            mode = compat.fake_mode_of([example_value(n) for n in node.all_input_nodes])
+            mode = compat.fake_mode_of(pytree.tree_leaves(example_value(self.target)))
             if mode is not None:
                 with mode, torch.no_grad():
                     value = node.target(*args, **kwargs)  # type: ignore[operator]

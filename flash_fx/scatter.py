@@ -1,12 +1,14 @@
 """Sums by computed positions in a fixed order: the gradient of a gather without atomics.
 
     sum_by_index(values, index, size)    # [size, ...], row index[i] of it is the sum of such values[i]
+    sum_by_diagonal(values)              # [..., M + N - 1] of [..., M, N]
 
-An operator of its own, because Inductor would turn `index_put(accumulate=True)` into atomics.
+The first is an operator of its own, because Inductor would turn `index_put(accumulate=True)` into atomics.
 """
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
@@ -30,3 +32,26 @@ def sum_by_index(values: Tensor, index: Tensor, size: int) -> Tensor:
 @sum_by_index.register_fake
 def _(values: Tensor, index: Tensor, size: int) -> Tensor:
     return values.new_empty((size, *values.shape[1:]))
+
+
+ROWS = 64  # that are summed at once: the copy that shifts them is longer by so many columns
+
+
+def sum_by_diagonal(values: Tensor) -> Tensor:
+    """[..., M + N - 1]: element d is the sum of all values[..., m, n] with n - m == d - (M - 1)."""
+    *outer, rows, columns = values.shape
+    blocks = (rows + ROWS - 1) // ROWS
+    missing = blocks * ROWS - rows
+    padded = F.pad(values, (0, 0, 0, missing)).flip(-2).view(*outer, blocks, ROWS, columns)
+    total = _sum_shifted(_sum_shifted(padded, 1), ROWS)
+    return total[..., missing : missing + rows + columns - 1]
+
+
+def _sum_shifted(values: Tensor, step: int) -> Tensor:
+    """[..., N + (R - 1) * step], the sum of the rows of [..., R, N], row r moved to the right by r * step."""
+    *outer, rows, columns = values.shape
+    wide = columns + rows * step
+    flat = F.pad(values, (0, rows * step)).reshape(*outer, rows * wide)
+    # read as rows that are shorter by `step`, each row starts `step` further to the right
+    moved = flat[..., : rows * (wide - step)].reshape(*outer, rows, wide - step)
+    return moved.sum(-2)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from . import cpu_sdpa
-from .scatter import add_by_index
-from .score.evaluate import Evaluator, evaluate_load, fill_top
-from .score.expr import SCORE, Expr, Load, Program, captures_in, const
+from .scatter import add_by_index, sum_by_diagonal
+from .score.evaluate import Evaluator, along, diagonals_read, evaluate_load, fill_top
+from .score.expr import KV, SCORE, Expr, Load, Program, captures_in, const
 from .score.fill import MARGIN, MARGIN64, Fill, fill_of
 from .score.grad import derivative, loads_of
 from .score.region import Region, bound_value, kv_region
@@ -343,6 +343,13 @@ def _scatter_load(tile: _Tile, node: Load, values: Tensor, grad: Tensor | None) 
     target = evaluate_load(node, tile.env, grad)
     if target is not None:
         target += values.sum_to_size(target.shape)
+        return
+    found = diagonals_read(node, tile.env, tile.part.job.sizes, grad)
+    if found is not None:
+        dim, positions = found
+        target = evaluate_load(along(node, dim, KV), {**tile.env, "kv_idx": positions}, grad)
+        assert target is not None
+        target += sum_by_diagonal(values.sum_to_size(*target.shape[:2], *tile.shape[2:])).unsqueeze(2)
         return
     flat = torch.zeros((), dtype=torch.int64, device=grad.device)
     for i, stride in zip(node.args, grad.stride(), strict=True):

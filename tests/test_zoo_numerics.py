@@ -21,11 +21,11 @@ HALF = [
     "matmul_operator", "einsum_bmhd", "baddbmm_bias", "conv_channels_first", "packed_projection", "scale_learned",
     "bias_hmn", "bias_scalar", "int_mask_finfo_min", "causal_buffer", "causal_bottom_right", "sliding_window",
     "in_place_updates", "grouped_expand_reshape", "head_dim_80", "weights_detached",
-    "chain_of_three", "under_checkpoint",
+    "chain_of_three", "under_checkpoint", "bucket_embedding", "index_buffer",
 ]  # fmt: skip
 INDUCTOR = [
     "packed_projection", "einsum_bmhd", "bias_b1mn", "causal_buffer", "grouped_repeat_interleave", "weights_in_a_loss",
-    "under_checkpoint",
+    "under_checkpoint", "bucket_embedding", "index_buffer_with_negative_positions",
 ]  # fmt: skip
 Named = dict[str, Tensor]
 
@@ -231,7 +231,14 @@ def test_the_second_length_makes_the_graph_dynamic_and_no_later_one_recompiles()
     assert [r.fused for r in reports] == [1, 1]
 
 
-DYNAMIC = ["bias_of_folded_heads", "causal_bottom_right", "drop_where", "packed_projection"]
+DYNAMIC = [
+    "bias_of_folded_heads",
+    "causal_bottom_right",
+    "drop_where",
+    "packed_projection",
+    "bucket_embedding",
+    "index_buffer",
+]
 
 
 @pytest.mark.parametrize("name", DYNAMIC)

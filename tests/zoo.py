@@ -328,12 +328,6 @@ for _name, (_shape, _load) in BIASES.items():
     )
 
 
-@row(*qkv(), T((H, M + N)), program="score = score * 0.25 + c0[h, q_idx, kv_idx]")
-def relative_bias(q, k, v, table):
-    distance = torch.arange(M)[:, None] - torch.arange(N)[None] + N
-    return (q @ k.mT * 0.25 + table[:, distance]).softmax(-1) @ v
-
-
 @row(*qkv(m=N), T((N,)), program="score = score * 0.25 + c0[q_idx] * c0[kv_idx]")
 def bias_read_twice(q, k, v, bias):
     return (q @ k.mT * 0.25 + bias[:, None] * bias).softmax(-1) @ v
@@ -379,6 +373,177 @@ def extended_int_mask(q, k, v, mask):
 def mask_and_bias(q, k, v, keep, bias):
     added = torch.zeros(keep.shape, dtype=q.dtype).masked_fill(~keep, -INF)
     return (q @ k.mT * 0.25 + bias + added).softmax(-1) @ v
+
+
+# *** tables of relative positions ***
+
+DIAGONAL = "score = score * 0.25 + c0[h, kv_idx + 16 - q_idx]"
+DIAGONALS = "score = score * 0.25 + c0[h, kv_idx + q_len - q_idx - 1]"
+LOOKED_UP = "score = score * 0.25 + c1[c0[q_idx, kv_idx], h]"
+GATHERED = "score = score * 0.25 + c0[q_idx, kv_idx, h]"
+
+
+def distances(q: Tensor, k: Tensor) -> Tensor:
+    return torch.arange(k.size(2))[None, :] - torch.arange(q.size(2))[:, None]
+
+
+def buckets_of(distance: Tensor, count: int = 8, farthest: int = 12) -> Tensor:
+    """T5's: half of them for keys that come later; in each half one for every near distance, then logarithmic ones."""
+    half, near = count // 2, count // 4
+    sides = (distance > 0).to(torch.long) * half
+    distance = torch.abs(distance)
+    far = near + (torch.log(distance.float() / near) / math.log(farthest / near) * (half - near)).to(torch.long)
+    far = torch.min(far, torch.full_like(far, half - 1))
+    sides += torch.where(distance < near, distance, far)
+    return sides
+
+
+@row(*qkv(), T((H, M + N)), program=DIAGONAL)
+def relative_bias(q, k, v, table):
+    distance = torch.arange(M)[:, None] - torch.arange(N)[None] + N
+    return (q @ k.mT * 0.25 + table[:, distance]).softmax(-1) @ v
+
+
+@row(*qkv(), program=DIAGONAL, dynamic=DIAGONALS)
+class BucketEmbedding(nn.Module):
+    row_name = "bucket_embedding"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Embedding(8, H)
+
+    def forward(self, q, k, v):
+        bias = self.bias(buckets_of(distances(q, k))).permute(2, 0, 1).unsqueeze(0)
+        return (q @ k.mT * 0.25 + bias).softmax(-1) @ v
+
+
+@row(*qkv(), program=DIAGONAL, dynamic=DIAGONALS)
+class BucketEmbeddingPadded(BucketEmbedding):
+    row_name = "bucket_embedding_with_a_row_that_is_not_trained"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Embedding(8, H, padding_idx=1)
+
+
+@row(*qkv(), program=GATHERED)
+class BucketEmbeddingByFrequency(BucketEmbedding):
+    row_name = "bucket_embedding_scaled_by_frequency"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Embedding(8, H, scale_grad_by_freq=True)
+
+
+@row(*qkv(m=N), program=DIAGONAL.replace("16", "12"), dynamic=DIAGONALS)
+class ClippedPositions(nn.Module):
+    row_name = "clipped_positions"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, H))
+
+    def forward(self, q, k, v):
+        bias = self.table[distances(q, k).clamp(-4, 4)]  # negative ones count from the end
+        return (q @ k.mT * 0.25 + bias.permute(2, 0, 1)).softmax(-1) @ v
+
+
+@row(*qkv(), program="score = score * 0.25 + c1[c0[q_idx * 13 + kv_idx], h]")
+class FlatIndexBuffer(nn.Module):
+    row_name = "index_buffer_flat"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(11, H))
+        self.register_buffer("index", torch.randint(0, 11, (M * N,)))
+
+    def forward(self, q, k, v):
+        bias = self.table[self.index].view(M, N, H).permute(2, 0, 1)
+        return (q @ k.mT * 0.25 + bias).softmax(-1) @ v
+
+
+@row(*qkv(), program=LOOKED_UP)
+class IndexBuffer(nn.Module):
+    row_name = "index_buffer"
+    low = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(11, H))
+        self.register_buffer("index", torch.randint(self.low, 11, (M, N)))
+
+    def forward(self, q, k, v):
+        bias = self.table[self.index.view(-1)].view(M, N, -1).permute(2, 0, 1).contiguous()
+        return (q @ k.mT * 0.25 + bias.unsqueeze(0)).softmax(-1) @ v
+
+
+@row(*qkv(), program=LOOKED_UP)
+class NegativeIndexBuffer(IndexBuffer):
+    row_name = "index_buffer_with_negative_positions"
+    low = -11
+
+
+@row(*qkv(), program=LOOKED_UP)
+class IndexSelect(IndexBuffer):
+    row_name = "index_select_of_a_buffer"
+
+    def forward(self, q, k, v):
+        bias = self.table.index_select(0, self.index.flatten()).unflatten(0, (M, N)).permute(2, 0, 1)
+        return (q @ k.mT * 0.25 + bias).softmax(-1) @ v
+
+
+@row(*qkv(), program="score = score * 0.25 + sigmoid(c1[c0[q_idx, kv_idx], h]) * 16.0")
+class TableFromCoordinates(IndexBuffer):
+    row_name = "table_from_a_layer"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, H)
+        self.register_buffer("coordinates", torch.randn(1, 11, 1, 2))
+
+    def forward(self, q, k, v):
+        table = self.layer(self.coordinates).view(-1, H)
+        bias = 16 * torch.sigmoid(table[self.index.view(-1)].view(M, N, -1).permute(2, 0, 1))
+        return (q @ k.mT * 0.25 + bias).softmax(-1) @ v
+
+
+@row(*qkv(), T((B, N), "int"), T((2, H)), program="score = score * 0.25 + c1[c0[b, q_idx, kv_idx], h]")
+def positions_from_data(q, k, v, kinds, table):
+    same = kinds[:, None, :] == kinds[:, :1, None].expand(-1, q.size(2), -1)
+    return (q @ k.mT * 0.25 + F.embedding(same.long(), table).permute(0, 3, 1, 2)).softmax(-1) @ v
+
+
+@row(*qkv(), T((5, 4, H)), program="score = score * 0.25 + c2[c0[q_idx, kv_idx], c1[q_idx, kv_idx], h]")
+class TwoPositions(nn.Module):
+    row_name = "positions_in_two_dimensions"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.randint(0, 5, (M, N)))
+        self.register_buffer("columns", torch.randint(0, 4, (M, N)))
+
+    def forward(self, q, k, v, table):
+        return (q @ k.mT * 0.25 + table[self.rows, self.columns].permute(2, 0, 1)).softmax(-1) @ v
+
+
+@row(*qkv(), program=GATHERED)
+class PaddedIndexBuffer(nn.Module):
+    row_name = "index_buffer_with_a_row_that_is_not_trained"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Embedding(11, H, padding_idx=1)
+        self.register_buffer("index", torch.randint(0, 11, (M, N)))
+
+    def forward(self, q, k, v):
+        return (q @ k.mT * 0.25 + self.bias(self.index).permute(2, 0, 1)).softmax(-1) @ v
+
+
+@row(*qkv(), T((H, 8)), program="score = score * 0.25 + c0[h, q_idx, kv_idx] + c1[h, 0]")
+def table_that_eager_detaches(q, k, v, table):
+    with torch.no_grad():
+        bias = table[:, buckets_of(distances(q, k))]
+    return (q @ k.mT * 0.25 + bias + table[:, :1, None]).softmax(-1) @ v
 
 
 # *** bool masks ***

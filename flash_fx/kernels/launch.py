@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..scatter import sum_by_index
+from ..scatter import sum_by_diagonal, sum_by_index
+from ..score.diagonal import diagonal_offset
 from ..score.evaluate import Evaluator, evaluate, fill_top
 from ..score.expr import INDEX_NAMES, Const, Load, Program, captures_in
 from ..score.fill import fill_of
@@ -299,12 +300,23 @@ class _Run:
             searched = [a for a in axes if isinstance(a, str)]
             rest = [a for a in axes if not isinstance(a, str)]
             values = values.permute([axes.index(a) for a in searched + rest])
+            if self._counts_diagonals(gradient, capture):
+                values = sum_by_diagonal(values.movedim((0, 1), (-2, -1)))
+                axes = [*rest, *gradient.scattered]
+                return values.permute([axes.index(d) for d in sorted(axes)])  # type: ignore[type-var]
             index, size = self._positions(gradient.scattered, gradient.load, searched, capture)
             shape = values.shape[len(searched) :]
             values = sum_by_index(values.reshape(index.shape[0], *shape), index, size)
             values = values.reshape([capture.shape[d] for d in gradient.scattered] + list(shape))
             axes = [*gradient.scattered, *rest]
         return values.permute([axes.index(d) for d in sorted(axes)])  # type: ignore[type-var]
+
+    def _counts_diagonals(self, gradient: Gradient, capture: Tensor) -> bool:
+        """Is the scattered dimension indexed by `kv_idx - q_idx + (q_len - 1)`, and as long as there are diagonals?"""
+        sizes = {"q_len": self.m, "kv_len": self.n, **{f"s{i}": s for i, s in enumerate(self.sizes)}}
+        dim, *others = gradient.scattered
+        offset = None if others else diagonal_offset(gradient.load.args[dim], sizes)
+        return offset is not None and bool(offset == self.m - 1 and capture.shape[dim] == self.m + self.n - 1)
 
     def _covers(self, gradient: Gradient, capture: Tensor) -> bool:
         """Every element of the capture is read, each by a point of its own."""

@@ -119,6 +119,9 @@ GENERATORS = frozenset(
     }
 )  # fmt: skip
 
+# Rows of a table at positions that a tensor holds.
+LOOKUPS = frozenset({"embedding", "index", "index_select"})
+
 # In-place writes into part of a tensor, as the twin shows them.
 WRITES = frozenset({"index_put", "slice_scatter", "select_scatter"})
 

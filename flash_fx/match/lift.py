@@ -121,7 +121,7 @@ def _sink(puller: Puller, anchor: Node, index: Index) -> Expr | None:
         return None
     if not isinstance(logit, Node):
         return const(float(logit))
-    sink = puller.pull(logit, puller._unexpand(logit, index))
+    sink = puller.pull(logit, puller.unexpand(logit, index))
     if any(n is N or n is SCORE for n in walk(sink)):
         raise Reject(Reason.SCORE, anchor, "the extra term of the denominator is not one number a row")
     return sink
@@ -400,7 +400,10 @@ def _is_tame(e: Op) -> bool:
     return e.head in _BOUNDED or e.head in ("where", "not", "and", "or", "xor", "lt", "le", "gt", "ge", "eq", "ne")
 
 
-_FINITE_IF_INPUTS_ARE = (table.VIEWS | table.CASTS) | {"add", "sub", "mul", "neg", "tanh", "sigmoid", "cat", "index"}
+_FINITE = (table.BMM, leaf_value, torch.ops.aten.embedding.default)
+_FINITE_IF_INPUTS_ARE = (
+    table.VIEWS | table.CASTS | {"add", "sub", "mul", "neg", "tanh", "sigmoid", "cat", "index", "index_select"}
+)
 
 
 def _is_finite(twin: Twin, node: Node) -> bool:
@@ -409,7 +412,7 @@ def _is_finite(twin: Twin, node: Node) -> bool:
     while stack:
         n = stack.pop()
         value = n.meta.get("val")
-        if n in seen or n.target in (table.BMM, leaf_value) or not isinstance(value, torch.Tensor):
+        if n in seen or n.target in _FINITE or not isinstance(value, torch.Tensor):
             continue
         seen.add(n)
         if not value.is_floating_point() or (n.op != "call_function" and n in twin.requires_grad):

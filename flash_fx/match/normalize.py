@@ -25,11 +25,11 @@ from torch.fx import GraphModule, Interpreter, Node
 from .. import compat
 
 _LEAVES = frozenset({
-    F.linear, F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.embedding, F.gelu, F.silu, F.relu, F.cross_entropy,
+    F.linear, F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.gelu, F.silu, F.relu, F.cross_entropy,
     F.conv1d, F.conv2d, F.conv3d, F.conv_transpose2d, F.interpolate, F.mse_loss,
     torch.conv1d, torch.conv2d, torch.conv3d, torch.layer_norm, torch.addmm,
     torch._C._nn.linear, torch._C._nn.gelu, torch.ops.aten.linear.default, torch.ops.aten.layer_norm.default,
-    torch.ops.aten.embedding.default, torch.ops.aten.conv2d.default, torch.ops.aten.gelu.default,
+    torch.ops.aten.conv2d.default, torch.ops.aten.gelu.default,
 })  # fmt: skip
 
 
@@ -343,7 +343,14 @@ def _is_leaf(n: Node) -> bool:
         return True
     if n.op != "call_function":
         return False
-    return n.target in _LEAVES or isinstance(n.target, torch._ops.HigherOrderOperator)
+    return n.target in _LEAVES or isinstance(n.target, torch._ops.HigherOrderOperator) or _renormalises(n)
+
+
+def _renormalises(n: Node) -> bool:
+    """An embedding that writes into its table first."""
+    if n.target is not F.embedding:
+        return False
+    return n.kwargs.get("max_norm", n.args[3] if len(n.args) > 3 else None) is not None
 
 
 def _steers_state(n: Node) -> bool:

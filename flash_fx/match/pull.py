@@ -1,8 +1,8 @@
 """Lifting: the value of a twin node at an index, as a score expression.
 
 `Puller.pull(node, index)` walks from a node to its operands. A view changes the index, a pointwise operation becomes
-an operation of the score language, a generator (`arange`, `tril`, `full`) becomes arithmetic on the index. What
-remains is a load of a captured tensor.
+an operation of the score language, a generator (`arange`, `tril`, `full`) becomes arithmetic on the index, a lookup in
+a table a load at computed positions (`lookup`). What remains is a load of a captured tensor.
 
 *What is captured.* A tensor that spans both the query and the key axis is inlined as far as possible, so that masks
 and biases made from small tensors are never materialised; anything smaller is captured as it is, as close to its
@@ -22,6 +22,8 @@ from ..reject import Reason, Reject
 from ..score.expr import FALSE, TRUE, Const, Expr, Load, Op, const, load, map_loads, name, op, walk, where
 from . import aten as table
 from . import index as ix
+from .additions import Additions
+from .lookup import look_up
 from .normalize import Twin, leaf_value
 from .shapes import Shapes
 
@@ -34,6 +36,7 @@ class Puller:
 
     def __init__(self, twin: Twin, shapes: Shapes, indexer: ix.Indexer) -> None:
         self.twin, self.shapes, self.indexer = twin, shapes, indexer
+        self.extra = Additions(twin)
         self.defined = set(twin.defined())
         self.weights = True  # in the first of the two walks: from the value product to the softmax
         self.gradients = True  # False where eager differentiates nothing here
@@ -125,6 +128,8 @@ class Puller:
             found = self._written(node, operation, index)
             # a whole matrix has to be read anyway: then the one that was written into
             return found if node in self.cone or found is None or not _reads_matrix(found) else None
+        if operation in table.LOOKUPS:
+            return look_up(self, node, index)
         if operation in table.POINTWISE:
             return self._pointwise(node, operation, index)
         return None
@@ -146,10 +151,14 @@ class Puller:
         node, index = held
         if not isinstance(node.meta.get("val"), torch.Tensor):
             raise Reject(self._reason(), node, f"a captured value comes from {_describe(node)}")
+        return load(self.capture_as(node), *index)
+
+    def capture_as(self, node: Node) -> int:
+        """The number of the capture that is this node's value."""
         number = next((i for i, c in enumerate(self.captures) if _is_same(c, node)), len(self.captures))
         if number == len(self.captures):
             self.captures.append(node)
-        return load(number, *index)
+        return number
 
     def _may_descend(self, node: Node, step: tuple[Node, Index]) -> bool:
         """Where a gradient is wanted, every index must stay one position of one axis."""
@@ -179,13 +188,13 @@ class Puller:
         if operation in ("view", "_unsafe_view", "reshape", "_reshape_alias", "view_as"):
             return source, self.indexer.view(self.shapes.of(source), self.shapes.of(node), index)
         if operation in ("expand", "expand_as"):
-            return source, self._unexpand(source, index)
+            return source, self.unexpand(source, index)
         if rule is not None:
             new = rule(node, source, index)
             return None if new is None else (source, new)
         return source, index  # alias, clone, contiguous, detach, lift_fresh
 
-    def _unexpand(self, source: Node, index: Index) -> Index:
+    def unexpand(self, source: Node, index: Index) -> Index:
         """Index into a tensor that is broadcast to the index."""
         shape = self.shapes.of(source)
         if not shape:
@@ -294,7 +303,7 @@ class Puller:
         if isinstance(value, Node):
             held = value.meta.get("val")
             if isinstance(held, torch.Tensor):
-                return self.pull(value, self._unexpand(value, index)), table.kind_of_dtype(held.dtype)
+                return self.pull(value, self.unexpand(value, index)), table.kind_of_dtype(held.dtype)
             value = held
         if isinstance(value, torch.SymInt):
             return self.shapes.dim(value), "int"

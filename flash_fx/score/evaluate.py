@@ -15,7 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .expr import FLOAT_RESULT, INDEX_NAMES, SCORE_NAME, Const, Expr, Load, Name, Program, captures_in, walk
+from .diagonal import diagonal_offset
+from .expr import FLOAT_RESULT, INDEX_NAMES, KV, SCORE_NAME, Const, Expr, Load, Name, Program, Q, captures_in, walk
 
 
 def evaluate(
@@ -61,6 +62,30 @@ def evaluate_load(node: Load, env: Mapping[str, Tensor | range | int], capture: 
         if a not in axes:
             value = value.unsqueeze(a)
     return value
+
+
+def diagonals_read(
+    node: Load, env: Mapping[str, Tensor | range | int], sizes: Sequence[int], capture: Tensor
+) -> tuple[int, range] | None:
+    """The one dimension indexed by `kv_idx - q_idx + x`, and its positions there in order; None for any other load.
+
+    That is, for ranges of q_idx and kv_idx that stay inside, where the other indices are plain and other names.
+    """
+    q, kv = env.get("q_idx"), env.get("kv_idx")
+    dims = [d for d, i in enumerate(node.args) if not _is_plain(i)]
+    if len(dims) != 1 or {Q, KV} & {*node.args} or not isinstance(q, range) or not isinstance(kv, range):
+        return None
+    lengths = {n: v for n, v in env.items() if n in ("q_len", "kv_len") and isinstance(v, int)}
+    offset = diagonal_offset(node.args[dims[0]], {**lengths, **{f"s{i}": int(s) for i, s in enumerate(sizes)}})
+    if offset is None or not q or not kv or (q.step, kv.step) != (1, 1):
+        return None
+    found = range(kv[0] - q[-1] + offset, kv[-1] - q[0] + offset + 1)
+    return (dims[0], found) if found[0] >= 0 and found[-1] < capture.shape[dims[0]] else None
+
+
+def along(node: Load, dim: int, name: Name) -> Load:
+    """The load with another index in one dimension."""
+    return Load(node.head, (*node.args[:dim], name, *node.args[dim + 1 :]))  # type: ignore[return-value]
 
 
 def _is_plain(index: Expr) -> bool:
@@ -138,9 +163,22 @@ class Evaluator:
         if not node.args:
             return capture.reshape(())
         view = evaluate_load(node, self.env, capture)
+        if view is None:
+            view = self._diagonals(node, capture)
         if view is not None:
             return view
         return capture[tuple(self.values[i].to(torch.int64) for i in node.args)]
+
+    def _diagonals(self, node: Load, capture: Tensor) -> Tensor | None:
+        """Windows that slide over the capture, one a query: copied row by row instead of gathered."""
+        found = diagonals_read(node, self.env, self.sizes, capture)
+        if found is None:
+            return None
+        dim, positions = found
+        rows, columns = (range(len(self.env[n])) for n in ("q_idx", "kv_idx"))  # type: ignore[arg-type]
+        windows = capture.narrow(dim, positions[0], len(positions)).unfold(dim, len(columns), 1).flip(dim)
+        moved = along(node, dim, Q)  # type: ignore[arg-type]
+        return evaluate_load(Load(0, (*moved.args, KV)), {**self.env, "q_idx": rows, "kv_idx": columns}, windows)  # type: ignore[arg-type]
 
     def _widen(self, value: Tensor) -> Tensor:
         if value.dtype == torch.bool:

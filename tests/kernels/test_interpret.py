@@ -17,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1: run `pytest tests/kernels` on its own", allow_module_level=True)
 pytest.importorskip("triton")
 
-from flash_fx.kernels import launch, tiles
+from flash_fx.kernels import launch, tables, tiles
 from flash_fx.kernels.plan import DRAWS
 from flash_fx.kernels.tiles import Tile
 from flash_fx.score.evaluate import reference
@@ -57,9 +57,9 @@ def kernels(
 ):
     """[out, lse, dq, dk, dv, gradient of each float capture]"""
     q, k, v, g = tensors
-    out, lse = launch.forward(q, k, v, captures, sizes, seed, program, bmhd)
+    out, lse = tables.forward(q, k, v, captures, sizes, seed, program, bmhd)
     needs = [True] * 3 + [c.is_floating_point() for c in captures]
-    return [out, lse, *launch.backward(g, q, k, v, captures, sizes, seed, out, lse, program, needs)]
+    return [out, lse, *tables.backward(g, q, k, v, captures, sizes, seed, out, lse, program, needs)]
 
 
 def autograd(tensors: Sequence[Tensor], captures, sizes, program, dtype: torch.dtype, drop_mask=None):
@@ -184,12 +184,50 @@ def test_gradient_at_a_computed_index(index: str) -> None:
     check(f"score = score * 0.3 + c0[{index}]", [randn(*COMPOSED[index])], shape, sizes=[2], tile=tile)
 
 
-def test_gradient_of_gathered_tables() -> None:
-    buckets = torch.arange(17 * 33).view(17, 33) * 7 % 11
-    check("score = score * 0.3 + c0[h, c1[q_idx, kv_idx]]", [randn(2, 11), buckets], Shape(d=8, dv=8))
+BUCKETS = torch.arange(17 * 33).view(17, 33) * 7 % 11
+TABLES = {
+    "c0[h, c1[q_idx, kv_idx]]": ((2, 11), BUCKETS),
+    "c0[c1[q_idx, kv_idx], h]": ((11, 2), BUCKETS.int()),
+    "c0[c1[q_idx, kv_idx], 1, h]": ((11, 2, 3), BUCKETS),  # more rows than heads
+    "c0[c1[q_idx * 33 + kv_idx], b, h]": ((11, 2, 2), BUCKETS.flatten()),
+    "c0[c1[b, q_idx, kv_idx], h]": ((11, 2), torch.stack([BUCKETS, BUCKETS.flip(0)])),
+    "c0[c1[q_idx, kv_idx], h] * c0[3, h] + c0[kv_idx % 11, 0]": ((11, 2), BUCKETS),
+    "c0[c1[q_idx, kv_idx], c1[16 - q_idx, kv_idx]]": ((11, 11), BUCKETS),
+}
+
+
+@pytest.mark.parametrize("text", TABLES)
+def test_gradient_of_tables_gathered_before_the_kernels(text: str) -> None:
+    shape, positions = TABLES[text]
+    check(f"score = score * 0.3 + {text}", [randn(*shape), positions], Shape(d=8, dv=8))
+
+
+def test_gradient_of_tables_in_every_part_of_a_program() -> None:
+    score = "where(kv_idx <= q_idx + 9, score * 0.3 + c0[c1[q_idx, kv_idx], h], -1e9)"
+    text = f"score = {score}; keep = c2[c1[q_idx, kv_idx]]; weight = c0[c1[q_idx, kv_idx], 0]"
+    check(text, [randn(11, 2), BUCKETS, keep(0.7, 11)], Shape(d=8, dv=8))
+
+
+def test_gradient_of_bfloat16_tables() -> None:
+    table = randn(11, 2).bfloat16()
+    check("score = score * 0.3 + c0[c1[q_idx, kv_idx], h]", [table, BUCKETS], Shape(d=8, dv=8), torch.bfloat16)
+
+
+def test_gradient_of_tables_gathered_in_the_kernels() -> None:
     check(
-        "score = score + c0[c1[kv_idx], 0, b]; keep = kv_idx <= q_idx", [randn(11, 2, 2), buckets[0]], Shape(d=8, dv=8)
+        "score = score + c0[c1[kv_idx], 0, b]; keep = kv_idx <= q_idx", [randn(11, 2, 2), BUCKETS[0]], Shape(d=8, dv=8)
     )
+
+
+DIAGONALS = {
+    "c0[kv_idx - q_idx + 16]": (49,), "c0[h, kv_idx + q_len - q_idx - 1]": (2, 49),
+    "c0[kv_idx + s0 - q_idx, b, h]": (49, 2, 2), "c0[kv_idx - q_idx + 17, h]": (50, 2), "c0[q_idx - kv_idx + 32]": (49,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("load", DIAGONALS)
+def test_gradient_along_diagonals(load: str) -> None:
+    check(f"score = score * 0.3 + {load}", [randn(*DIAGONALS[load])], Shape(d=8, dv=8), sizes=[16])
 
 
 def test_gradient_of_one_capture_at_several_indices() -> None:

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from flash_fx.kernels import launch
+from flash_fx.kernels import launch, tables
 from flash_fx.score.text import parse
 
 
@@ -76,3 +76,26 @@ def test_forward_and_backward_trace_with_symbolic_sizes() -> None:
     outputs = [n.meta["val"] for n in graph.graph.find_nodes(op="output")[0].args[0]]
     assert all(isinstance(outputs[0].shape[i], torch.SymInt) for i in (0, 2))
     assert [tuple(map(int, o.shape)) for o in outputs] == [(3, 4, 40, 24), *(tuple(t.shape) for t in inputs[:5])]
+
+
+def test_tables_and_diagonals_trace_with_symbolic_sizes() -> None:
+    program = parse("score = score + c0[c1[q_idx, kv_idx], h] + c2[h, kv_idx - q_idx + q_len - 1]")
+
+    def step(q, k, v, table, positions, diagonals, g):
+        captures = [table, positions, diagonals]
+        out, lse = tables.forward(q, k, v, captures, [], None, program)
+        needs = [True, True, True, True, False, True]
+        return out, *tables.backward(g, q, k, v, captures, [], None, out, lse, program, needs)
+
+    shapes = ((3, 4, 40, 16), (3, 2, 50, 16), (3, 2, 50, 24), (11, 4), (40, 50), (4, 89), (3, 4, 40, 24))
+    inputs = [torch.randn(s) for s in shapes]
+    inputs[4] = inputs[4].abs().int()
+    graph = make_fx(step, tracing_mode="symbolic")(*inputs)
+    names = [str(n.target) for n in graph.graph.nodes]
+    assert sum("triton_kernel_wrapper" in n for n in names) == 6  # forward, delta, dq, dk and dv, two captures
+    assert [n.split(".")[1] for n in names if n.startswith("flash_fx")] == ["sum_by_index"]
+    assert not any("item" in n or "_local_scalar" in n for n in names)
+    outputs = [n.meta["val"] for n in graph.graph.find_nodes(op="output")[0].args[0]]
+    wanted = [(3, 4, 40, 24), *(shapes[i] for i in (0, 1, 2, 3, 5))]
+    assert [tuple(map(int, o.shape)) for o in outputs] == wanted
+    assert all(isinstance(o.shape[-1], torch.SymInt) for o in outputs[-2:])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from strategies import SHAPE, captures, environment
 
-from flash_fx.score.evaluate import evaluate, reference
+from flash_fx.score.evaluate import diagonals_read, evaluate, index_tensor, reference
 from flash_fx.score.expr import Expr
 from flash_fx.score.text import parse
 
@@ -138,3 +138,20 @@ def test_reference_rows_without_keys(keys: int) -> None:
     assert (out[:, :, 0] == 0).all() and (lse[:, :, 0] == -math.inf).all()
     grads = torch.autograd.grad(out.sum(), (q, k, v))
     assert all(g.isfinite().all() for g in grads) and (grads[0][:, :, 0] == 0).all()
+
+
+def test_a_load_along_diagonals_is_no_gather() -> None:
+    table = torch.randn(2, 12)
+    tile = {"q_idx": range(2, 5), "kv_idx": range(1, 6), "h": range(2)}
+    whole = {n: index_tensor(n, r, torch.device("cpu")) for n, r in tile.items()}
+    for text in ("c0[h, kv_idx - q_idx + 6]", "c0[h, kv_idx - q_idx + 4 + s0]"):
+        node = _expr(text)
+        assert diagonals_read(node, tile, [2], table) == (1, range(3, 10))
+        assert torch.equal(evaluate(node, tile, [table], [2]), evaluate(node, whole, [table], [2]))
+    for text in (
+        "c0[h, q_idx - kv_idx + 6]",
+        "c0[h, kv_idx - q_idx + 9]",
+        "c0[h, kv_idx - q_idx]",
+        "c0[q_idx, kv_idx - q_idx + 6]",
+    ):
+        assert diagonals_read(_expr(text), tile, [], table) is None
