@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..score.blocks import block_shape
 from ..score.expr import Program
-from .launch import interpreting, launch_kernel
+from .launch import capture_strides, interpreting, launch_kernel
 from .render import load_kernel
 from .spec import CaptureFact, KernelSpec
 from .tiles import Tile
@@ -37,7 +37,7 @@ def block_map(
     tile = Tile(32, 128, 4, 1)
     arguments = {f"C{i}": c for i, c in enumerate(captures)} | {f"S{i}": s for i, s in enumerate(sizes)}
     for i, c in enumerate(captures):
-        arguments |= {f"stride_c{i}_{d}": s for d, s in enumerate(c.stride())}
+        arguments |= capture_strides(i, c)
     launch_kernel(
         load_kernel("block_kinds", spec), tile, b * h * rows * columns, spec.interpret,
         KINDS=kinds, H=h, M=query.shape[2], N=key.shape[2], BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **arguments,

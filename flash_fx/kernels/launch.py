@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import compat
 from ..scatter import sum_by_diagonal, sum_by_index
 from ..score.diagonal import diagonal_offset
 from ..score.evaluate import Evaluator, evaluate, fill_top
@@ -22,7 +23,7 @@ from ..score.expr import INDEX_NAMES, Const, Load, Program, captures_in
 from ..score.fill import fill_of
 from .facts import batches_share_tiles, needs_residual
 from .plan import Gradient, gradients_of
-from .render import load_kernel
+from .render import is_rendered, load_kernel
 from .spec import CaptureFact, KernelSpec
 from .tiles import HOPPER_SHARED, Tile, padded, tile_for
 
@@ -31,6 +32,7 @@ MOST_ROWS = 64  # of a tile that holds the queries of several heads
 LEAST_KEYS = 512  # fewer are not worth a second kernel
 PROGRAMS = 1024  # that read keys at the same time: several for each multiprocessor of a large GPU
 SHORT = 512  # below, a loop is over before the second of two loops has its first loads
+INT32_MAX = 2**31 - 1
 UNKNOWN = 1 << 30  # a length, under dynamic shapes
 GROUP = 8  # batch-heads whose tiles alternate in a launch, where early tiles are heavier or captures are shared
 
@@ -164,7 +166,7 @@ class _Run:
         }  # fmt: skip
         self.captured = {f"C{i}": c for i, c in enumerate(captures)}
         for i, c in enumerate(captures):
-            self.captured |= {f"stride_c{i}_{d}": s for d, s in enumerate(c.stride())}
+            self.captured |= capture_strides(i, c)
         self.lengths = {f"S{i}": s for i, s in enumerate(sizes)}
         self.lengths |= {"H": self.h, "G": self.h // self.hk, "M": self.m, "N": self.n, "NUM_BH": self.b * self.h}
         self.seeded = {"SEED": seed} if program.drop else {}
@@ -420,13 +422,26 @@ def launch_kernel(kernel: Any, tile: Tile, programs: Size, interpret: bool, **ar
     if interpret:
         kernel[(programs,)](**arguments)
     else:
+        compat.remember_kernel_accesses(is_rendered)
         traceable = torch.library.wrap_triton(kernel)
         traceable[(programs,)](**arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 
 def strides(letter: str, axes: str, tensor: Tensor) -> dict[str, Size]:
     """{"stride_qb": ..., ...}"""
-    return {f"stride_{letter}{a}": s for a, s in zip(axes, tensor.stride(), strict=True)}
+    return {f"stride_{letter}{a}": _stride(tensor, d) for d, a in enumerate(axes)}
+
+
+def capture_strides(number: int, capture: Tensor) -> dict[str, Size]:
+    """{"stride_c0_0": ..., ...}"""
+    return {f"stride_c{number}_{d}": _stride(capture, d) for d in range(capture.dim())}
+
+
+def _stride(tensor: Tensor, dim: int) -> Size:
+    """0 where it does not matter and is beyond int32: Inductor of torch 2.11 fails on such a number."""
+    stride, size = tensor.stride(dim), tensor.shape[dim]
+    unread = isinstance(stride, int) and isinstance(size, int) and size == 1 and stride > INT32_MAX
+    return 0 if unread else stride
 
 
 def cdiv(a: Size, b: int) -> Size:

@@ -22,6 +22,7 @@ from ..version import __version__
 from .plan import CONTEXTS
 from .spec import KernelSpec
 
+_PACKAGE = "flash_fx_rendered"  # of the modules that are made of rendered files
 _NOTHING = "\0"  # stands on a line of its own where a list of statements is empty
 
 
@@ -65,6 +66,11 @@ def load_kernel(template: str, spec: KernelSpec, *context: Any) -> Any:
     return getattr(_import(path), f"flash_fx_{template}")
 
 
+def is_rendered(kernel: Any) -> bool:
+    """Whether a Triton kernel is one of ours."""
+    return str(getattr(getattr(kernel, "fn", None), "__module__", "")).startswith(f"{_PACKAGE}.")
+
+
 def store(template: str, spec: KernelSpec, text: str) -> Path:
     """Writes the file if it is not there; another process may do the same at the same time."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -79,7 +85,7 @@ def store(template: str, spec: KernelSpec, text: str) -> Path:
 
 
 def _import(path: Path) -> Any:
-    name = f"flash_fx_rendered.{path.stem}"
+    name = f"{_PACKAGE}.{path.stem}"
     found = sys.modules.get(name)
     if found is not None and Path(found.__file__ or "") == path:
         return found

@@ -46,9 +46,21 @@ _HALF = {
     "decode": [(128, Tile(16, 64, 4, 3)), (256, Tile(16, 32, 4, 3))],
     "backward_dkdv": [(64, Tile(64, 64, 4, 3)), (128, Tile(64, 128, 8, 3)), (256, Tile(64, 64, 8, 1))],
     "backward_dq": [(64, Tile(128, 64, 8, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 1))],
-    "backward_capture": [(64, Tile(64, 64, 4, 1)), (128, Tile(64, 64, 4, 1)), (256, Tile(64, 64, 8, 1))],
+    "backward_capture": [(64, Tile(64, 64, 4, 3)), (128, Tile(64, 64, 4, 1)), (256, Tile(64, 64, 8, 1))],
     "delta": [(64, Tile(64, 64, 4, 2)), (128, Tile(64, 64, 4, 2)), (256, Tile(64, 32, 4, 1))],
 }
+# 16-bit sequences that are over after a few tiles, by the greatest length: head dims up to 128, measured in the same way.
+# From 65 on, where a tile of 64 keys is ragged or masked, or the head dim is above 64.
+_SHORT = {
+    "forward": [(16, Tile(16, 16, 1, 1)), (32, Tile(32, 16, 1, 2)), (64, Tile(64, 32, 4, 2)), (256, Tile(64, 32, 4, 3))],
+    "backward_dkdv": [
+        (16, Tile(16, 16, 1, 1)), (32, Tile(32, 16, 1, 2)), (64, Tile(32, 64, 4, 1)), (256, Tile(32, 64, 4, 2)),
+    ],
+    "backward_dq": [
+        (16, Tile(16, 16, 1, 1)), (32, Tile(32, 16, 1, 2)), (64, Tile(64, 32, 4, 2)), (256, Tile(64, 32, 4, 3)),
+    ],
+    "delta": [(16, Tile(16, 16, 1, 1)), (32, Tile(32, 16, 1, 1))],
+}  # fmt: skip
 # float32 with "ieee" dots runs on the ordinary units: everything must stay in registers
 _FULL = {
     "forward": [(64, Tile(32, 32, 4, 2)), (128, Tile(32, 32, 8, 1)), (256, Tile(16, 32, 8, 1))],
@@ -77,8 +89,16 @@ def tile_for(kind: str, spec: KernelSpec, shared_limit: int = HOPPER_SHARED, lon
         return Tile(32, 32, 4, 1)
     table = _HALF if spec.dtype != "float32" else _FULL if spec.precision == "ieee" else _TF32
     width = padded(max(spec.d, spec.dv))
-    tile = next(t for greatest, t in table[kind] if width <= greatest)
+    tile = _short(kind, spec, width, longest) or next(t for greatest, t in table[kind] if width <= greatest)
     return fit(kind, spec, tile, shared_limit)
+
+
+def _short(kind: str, spec: KernelSpec, width: int, longest: int) -> Tile | None:
+    if spec.dtype == "float32" or width > 128 or _matrices(spec):
+        return None
+    if longest > 64 and longest % 64 == 0 and width <= 64 and spec.parsed.keep is None:
+        return None
+    return next((t for greatest, t in _SHORT.get(kind, []) if longest <= greatest), None)
 
 
 def fit(kind: str, spec: KernelSpec, tile: Tile, shared_limit: int) -> Tile:

@@ -44,8 +44,8 @@ def causal_left_padded(q, k, v, lengths):
 
 def added(q, k, v, lengths):
     real = torch.arange(k.size(-2), device=k.device) < lengths[:, None]
-    mask = torch.where(real[:, None, None] & ordered(q, k), 0.0, torch.finfo(q.dtype).min).to(q.dtype)
-    return (q @ k.mT * q.size(-1) ** -0.5 + mask).softmax(-1) @ v
+    hidden = ~(real[:, None, None] & ordered(q, k))
+    return (q @ k.mT * q.size(-1) ** -0.5 + hidden.to(q.dtype) * torch.finfo(q.dtype).min).softmax(-1) @ v
 
 
 def mask_tensor(q, k, v, mask):
@@ -132,7 +132,7 @@ def test_decode_with_a_static_cache(dynamic):
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=str)
 @pytest.mark.parametrize("d", [32, 64, 128])
-@pytest.mark.parametrize("n", [1, 7, 16, 31, 32, 49, 64, 65, 128, 197, 256, 400])
+@pytest.mark.parametrize("n", [7, 16, 31, 32, 49, 64, 65, 128, 197, 256, 400])
 def test_short_sequences(dtype, d, n):
     check(plain, [randn(3, 4, n, d, dtype=dtype) for _ in range(3)])
     if n in (31, 197):

@@ -64,8 +64,13 @@ def test_splits_cover_every_key_once(batches: int, n: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["score = score * 0.25", "score = score * 0.25; keep = kv_idx <= q_idx", "score = where(kv_idx <= q_idx, score, -1e9)"]
-)  # fmt: skip
+    "text",
+    [
+        "score = score * 0.25",
+        "score = score * 0.25; keep = kv_idx <= q_idx",
+        "score = where(kv_idx <= q_idx, score, -1e9)",
+    ],
+)
 @pytest.mark.parametrize(("m", "n"), [(33, 33), (48, 48), (7, 40)])
 def test_short_loops(text: str, m: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "SHORT", 512)

@@ -99,3 +99,26 @@ def test_tables_and_diagonals_trace_with_symbolic_sizes() -> None:
     wanted = [(3, 4, 40, 24), *(shapes[i] for i in (0, 1, 2, 3, 5))]
     assert [tuple(map(int, o.shape)) for o in outputs] == wanted
     assert all(isinstance(o.shape[-1], torch.SymInt) for o in outputs[-2:])
+
+
+def test_a_kernel_is_analysed_once_however_often_it_is_launched() -> None:
+    """Compile time: each analysis compiles the kernel to Triton's IR."""
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    program = parse("score = score * 0.125; keep = kv_idx <= q_idx + 7")
+
+    def layers(q, k, v, g):
+        for _ in range(3):
+            out, lse = launch.forward(q, k, v, [], [], None, program)
+            q = q + launch.backward(g, q, k, v, [], [], None, out, lse, program, [True, False, False])[0]
+        return q
+
+    launch.forward(*(torch.empty(1, 1, 0, 16) for _ in range(3)), [], [], None, program)
+    compat.remember_kernel_accesses(is_rendered)
+    found = [getattr(triton_kernel_wrap, n, None) for n in ("identify_accessed_tensors", "identify_mutated_tensors")]
+    answers = next(f.flash_fx_answers for f in found if f is not None)
+    before = set(answers)
+    tensors = [torch.randn(1, 2, 48, 16) for _ in range(4)]
+    graph = make_fx(torch.func.functionalize(layers))(*tensors)
+    assert sum("triton_kernel_wrapper" in str(n.target) for n in graph.graph.nodes) == 9
+    assert len(set(answers) - before) == 3  # forward, delta, dq

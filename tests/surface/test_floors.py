@@ -15,7 +15,9 @@ FLOORS = {
     **dict.fromkeys(["score", "scatter"], 1),
     **dict.fromkeys(["match", "kernels", "tiled", "cpu_sdpa"], 2),
     **dict.fromkeys(["ops", "fingerprint"], 3),
-    **dict.fromkeys(["placing", "block_maps", "rewriting", "graph_pass", "backend", "explaining", "exported", "testing"], 4),
+    **dict.fromkeys(
+        ["placing", "block_maps", "rewriting", "graph_pass", "backend", "explaining", "exported", "testing"], 4
+    ),
     **dict.fromkeys(["pytest_plugin", "target", "measure", "demo_models", "demo", "cli", "__main__", "__init__"], 5),
 }
 APART = {
