@@ -16,7 +16,9 @@ pytest.importorskip("triton")
 
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from flash_fx import compat
 from flash_fx.kernels import launch, tables
+from flash_fx.kernels.render import is_rendered
 from flash_fx.score.text import parse
 
 
