@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,24 +104,29 @@ def test_tables_and_diagonals_trace_with_symbolic_sizes() -> None:
     assert all(isinstance(o.shape[-1], torch.SymInt) for o in outputs[-2:])
 
 
-def test_a_kernel_is_analysed_once_however_often_it_is_launched() -> None:
+def test_a_kernel_is_analysed_once_however_often_it_is_called() -> None:
     """Compile time: each analysis compiles the kernel to Triton's IR."""
+    asked = []
+
+    def analyse(kernel, kwargs, tma_descriptor_metadata):
+        asked.append(kwargs)
+        return ["OUT"]
+
+    remembering = compat._remembering(analyse, is_known=lambda kernel: kernel is not other)
+    ours, other = (SimpleNamespace(fn=function) for function in (min, max))
+    x, half = torch.randn(3), torch.randn(3).half()
+    for arguments in ({"OUT": x, "M": 3}, {"OUT": torch.randn(5), "M": 3}, {"OUT": half, "M": 3}, {"OUT": x, "M": 4}):
+        for wrapped in (ours, SimpleNamespace(fn=ours), SimpleNamespace(fn=ours)):
+            assert remembering(wrapped, arguments, {}) == ["OUT"]
+    assert [(a["OUT"].dtype, a["M"]) for a in asked] == [(x.dtype, 3), (half.dtype, 3), (x.dtype, 4)]
+    remembering(other, {"OUT": x}, {})
+    remembering(other, {"OUT": x}, {})
+    assert len(asked) == 5
+
+
+def test_the_analysis_of_this_pytorch_is_found() -> None:
     from torch._higher_order_ops import triton_kernel_wrap
 
-    program = parse("score = score * 0.125; keep = kv_idx <= q_idx + 7")
-
-    def layers(q, k, v, g):
-        for _ in range(3):
-            out, lse = launch.forward(q, k, v, [], [], None, program)
-            q = q + launch.backward(g, q, k, v, [], [], None, out, lse, program, [True, False, False])[0]
-        return q
-
-    launch.forward(*(torch.empty(1, 1, 0, 16) for _ in range(3)), [], [], None, program)
     compat.remember_kernel_accesses(is_rendered)
     found = [getattr(triton_kernel_wrap, n, None) for n in ("identify_accessed_tensors", "identify_mutated_tensors")]
-    answers = next(f.flash_fx_answers for f in found if f is not None)
-    before = set(answers)
-    tensors = [torch.randn(1, 2, 48, 16) for _ in range(4)]
-    graph = make_fx(torch.func.functionalize(layers))(*tensors)
-    assert sum("triton_kernel_wrapper" in str(n.target) for n in graph.graph.nodes) == 9
-    assert len(set(answers) - before) == 3  # forward, delta, dq
+    assert any(hasattr(f, "flash_fx_answers") for f in found)
