@@ -115,6 +115,29 @@ def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return masked(causal, q, k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1))
 
 
+def t5(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    """Buckets of Raffel et al. (2020), one direction: half of them exact, the rest logarithmic to 128."""
+    i, j = positions(q)
+    distance = (i - j).clamp(min=0)
+    far = 16 + (torch.log(distance.float().clamp(min=1) / 16) / math.log(128 / 16) * 16).long()
+    bucket = torch.where(distance < 16, distance, far.clamp(max=31))
+    bias = F.embedding(bucket, table).permute(2, 0, 1)[None]
+    return torch.softmax(q @ k.transpose(-2, -1) + bias, dim=-1) @ v
+
+
+def windows(q: Tensor, k: Tensor, v: Tensor, index: Tensor, table: Tensor) -> Tensor:
+    n = q.size(-2)
+    bias = table[index.view(-1)].view(n, n, -1).permute(2, 0, 1)[None]
+    return torch.softmax(q * q.size(-1) ** -0.5 @ k.transpose(-2, -1) + bias, dim=-1) @ v
+
+
+def window_index(side: int) -> Tensor:
+    """Row numbers of a table of (2 side - 1)^2 relative positions in a window, [side^2, side^2]."""
+    at = torch.cartesian_prod(torch.arange(side), torch.arange(side))
+    apart = at[:, None] - at[None, :] + side - 1
+    return (apart[..., 0] * (2 * side - 1) + apart[..., 1]).cuda()
+
+
 def decode(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     repeats = q.size(1) // k.size(1)
     return plain(q, k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1))
@@ -195,7 +218,10 @@ def rows() -> Iterator[Row]:
     for n in (4096, 16384, 65536):
         shapes = [(8, 32, 1, 128), (8, 8, n, 128), (8, 8, n, 128)]
         others = {"flex": flex(gqa=True), "sdpa": partial(sdpa, enable_gqa=True)}
-        yield Row(f"decode {n}", decode, shapes, [], others, backward=False)
+        yield Row(f"decode {n}", decode, shapes, [], others, backward=False, graphs=True)
+    yield Row("T5 buckets trained", t5, qkv, [randn(32, h, grad=True)])
+    table = randn(169, 8, grad=True)
+    yield Row("Swin windows", windows, [(1024, 8, 49, 32)] * 3, [window_index(7), table], graphs=True)
     for length, batch, heads, dim in SMALL:
         yield Row(f"small {length} D{dim}", plain, [(batch, heads, length, dim)] * 3, [], {"sdpa": sdpa}, graphs=True)
 
@@ -208,6 +234,17 @@ SMALL = (
 
 
 # *** measurement ***
+
+
+def compile_only(row: Row, call: Attention) -> dict[str, float]:
+    """One call of everything that is timed, to fill the compile caches."""
+    tensors = [randn(*shape) for shape in row.shapes]
+    with torch.no_grad():
+        call(*tensors, *row.fixed)
+    if row.backward:
+        leaves = [t.requires_grad_() for t in tensors] + [t for t in row.fixed if t.requires_grad]
+        torch.autograd.grad(call(*tensors, *row.fixed).sum(), leaves)
+    return {}
 
 
 def measure(row: Row, call: Attention) -> dict[str, float]:
@@ -264,6 +301,9 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=Path("benchmarks/results/workloads.csv"))
     parser.add_argument("--only", nargs="*", default=[], help="rows whose name holds one of these")
     parser.add_argument("--peers", nargs="*", default=[])
+    parser.add_argument(
+        "--compile-only", action="store_true", help="fill the caches, so that a second run starts faster"
+    )
     options = parser.parse_args()
     torch._dynamo.config.recompile_limit = 64
     torch._functorch.config.donated_buffer = False  # the backward is timed alone, again and again
@@ -277,11 +317,11 @@ def main() -> None:
         writer.writeheader()
         for row in rows():
             if not options.only or any(text in row.name for text in options.only):
-                run(row, options.peers, writer, stamp)
+                run(row, options.peers, writer, stamp, compile_only if options.compile_only else measure)
                 file.flush()
 
 
-def run(row: Row, wanted: Sequence[str], writer: csv.DictWriter, stamp: dict[str, str]) -> None:
+def run(row: Row, wanted: Sequence[str], writer: csv.DictWriter, stamp: dict[str, str], measure: Callable) -> None:
     torch._dynamo.reset()
     ours: dict[str, float] = {}
     for name, call in peers(row, wanted).items():

@@ -58,7 +58,7 @@ class Reason(Enum):
     HEAD_DIM = (
         "head-dim",
         "the head dimension is larger than the kernels take, or not a fixed number",
-        "use head dimensions of at most 256",
+        "use head dimensions of at most 512, 256 in float32 on a GPU",
     )
     DEVICE = ("device", "operands live on different devices", "move all operands to one device")
     DROPOUT = (

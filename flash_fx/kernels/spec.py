@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass, fields
 from functools import cached_property
 
+from ..limits import MAX_HEAD_DIM
 from ..score.expr import Program
 from ..score.text import parse
 
@@ -54,7 +55,8 @@ class KernelSpec:
     def __post_init__(self) -> None:
         assert self.dtype in OPERAND_DTYPES, f"no kernels for operands of dtype {self.dtype}"
         assert self.precision in PRECISIONS, f"unknown input precision {self.precision!r}"
-        assert 1 <= self.d <= 256 and 1 <= self.dv <= 256, f"head dims must be 1 to 256, got {self.d} and {self.dv}"
+        heads = {self.d, self.dv}
+        assert all(1 <= d <= MAX_HEAD_DIM for d in heads), f"head dims must be 1 to {MAX_HEAD_DIM}, got {heads}"
 
     @cached_property
     def parsed(self) -> Program:

@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 from .. import compat
+from ..limits import max_head_dim
 from ..reject import Reason, Reject
 from ..score.expr import Const, Expr, Load, Name, Op, Program, const, name, op, rebuild, substitute, walk, where
 from ..score.simplify import simplify
@@ -26,7 +27,6 @@ from .shapes import Shapes
 from .site import Operand, Site
 
 SCORE, P = name("score"), name("$p")
-MAX_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -150,7 +150,8 @@ def _head_dim(node: Node, at: int, product: Node) -> Expr:
         size = compat.specialise(node.meta["val"].shape[at])
     except Exception as e:
         raise Reject(Reason.HEAD_DIM, product, str(node.meta["val"].shape[at])) from e
-    if not 1 <= size <= MAX_HEAD_DIM:
+    value = node.meta["val"]
+    if not 1 <= size <= max_head_dim(value.dtype, value.device):
         raise Reject(Reason.HEAD_DIM, product, str(size))
     return const(size)
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import OperandError, ProgramError
+from ..limits import max_head_dim
 from ..score.expr import Load, Name, Program, walk
 from ..score.text import parse
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-MAX_HEAD_DIM = 256
 
 
 def check_operands(
@@ -61,9 +61,10 @@ def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
         raise OperandError(f"key and value must share heads and length, got {_shape(key)} and {_shape(value)}")
     if key.shape[1] == 0 != h or (key.shape[1] and h % key.shape[1] != 0):
         raise OperandError(f"query heads must be a multiple of key heads, got {h} and {key.shape[1]}")
+    greatest = max_head_dim(query.dtype, query.device)
     for what, size in (("query", d), ("value", value.shape[-1])):
-        if not 1 <= size <= MAX_HEAD_DIM:
-            raise OperandError(f"head_dim must be 1 to {MAX_HEAD_DIM}, got {size} for {what}")
+        if not 1 <= size <= greatest:
+            raise OperandError(f"head_dim must be 1 to {greatest}, got {size} for {what}")
 
 
 def _check_program(program: Program, captures: Sequence[torch.Tensor], sizes: Sequence[int], text: str) -> None:

@@ -92,8 +92,10 @@ def grouped(q, k, v):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("d", [16, 40, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("d", [16, 40, 64, 80, 128, 192, 256, 512])
 def test_head_dims(dtype, d):
+    if d == 512 and dtype == torch.float32:
+        pytest.skip("left alone")
     check(plain, [randn(2, 3, n, d, dtype=dtype) for n in (300, 257, 257)])
 
 

@@ -139,7 +139,7 @@ def test_sizes_around_tile_edges(m: int, n: int) -> None:
         check("score = score * 0.3; keep = kv_idx <= q_idx + (kv_len - q_len)", shape=Shape(b=1, m=m, n=n, d=20))
 
 
-@pytest.mark.parametrize("d, dv", [(1, 3), (8, 64), (20, 20), (64, 8)])
+@pytest.mark.parametrize("d, dv", [(1, 3), (8, 64), (20, 20), (64, 8), (512, 16)])
 def test_head_dims(d: int, dv: int) -> None:
     check(MASKS["causal"], shape=Shape(b=1, d=d, dv=dv))
 

@@ -213,10 +213,10 @@ BAD_OPERANDS: dict[str, tuple[tuple, str]] = {
         (GOOD[0], GOOD[1][:, :0], GOOD[2][:, :0]), "query heads must be a multiple of key heads, got 4 and 0",
     ),
     "head dim": (
-        (randn(1, 1, 2, 257), randn(1, 1, 2, 257), randn(1, 1, 2, 8)), "head_dim must be 1 to 256, got 257 for query",
+        (randn(1, 1, 2, 513), randn(1, 1, 2, 513), randn(1, 1, 2, 8)), "head_dim must be 1 to 512, got 513 for query",
     ),
     "value head dim": (
-        (randn(1, 1, 2, 8), randn(1, 1, 2, 8), randn(1, 1, 2, 300)), "head_dim must be 1 to 256, got 300 for value",
+        (randn(1, 1, 2, 8), randn(1, 1, 2, 8), randn(1, 1, 2, 600)), "head_dim must be 1 to 512, got 600 for value",
     ),
 }  # fmt: skip
 
