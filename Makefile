@@ -24,7 +24,7 @@ help:
 	@echo "make test-torch211  the tests on torch 2.11"
 	@echo "make families       some 200 model families (about 40 minutes)"
 	@echo "make gpu            tests/gpu on a CUDA device"
-	@echo "make bench          benchmarks/attention.py on a CUDA device"
+	@echo "make bench          the benchmarks on a CUDA device"
 
 demo: $(VENV)/.made
 	$(BIN)/python -m flash_fx demo
@@ -62,6 +62,8 @@ gpu: $(VENV)/.made
 
 bench: $(VENV)/.made
 	$(BIN)/python benchmarks/attention.py
+	$(BIN)/python benchmarks/workloads.py
+	$(BIN)/python benchmarks/models.py
 
 clean:
 	rm -rf $(VENV) $(VENV211)

@@ -71,6 +71,12 @@ def needs_residual(spec: KernelSpec) -> bool:
     return spec.dtype == "float32" or not (linear_scale(score) is not None or is_tame(score))
 
 
+def matrices_of(program: Program) -> set[int]:
+    """Captures of which a loop loads whole tiles."""
+    loads = (n for _, e in program.parts() for n in walk(e) if isinstance(n, Load))
+    return {n.head for n in loads if {"q_idx", "kv_idx"} <= names_in(n)}
+
+
 def batches_share_tiles(program: Program) -> bool:
     """Whether a matrix that all batches read, such as a bias [H, M, N], is captured.
 

@@ -30,7 +30,7 @@ from .emit import (
     range_lines,
     size_parameters,
 )
-from .facts import batches_share_tiles, is_tame, linear_scale, needs_residual
+from .facts import batches_share_tiles, is_tame, linear_scale, matrices_of, needs_residual
 from .spec import KernelSpec
 
 _ZERO = const(0.0)
@@ -136,6 +136,9 @@ def _gradient(load: Load) -> Gradient:
 
 _ROWS = Place(q="offs_m[:, None]", q_first="start_m", q_local="local_m[:, None]", q_mask="mask_m[:, None]")
 _COLUMNS = Place(kv="offs_n[:, None]", kv_first="start_n", kv_local="local_n[:, None]", kv_mask="mask_n[:, None]")
+_TURNED_COLUMNS = Place(
+    kv="offs_n[None, :]", kv_first="start_n", kv_local="local_n[None, :]", kv_mask="mask_n[None, :]"
+)  # fmt: skip
 _TILE_RANGE = {"q0": "start_m", "q1": "last_m", "k0": "start_n", "k1": "last_n"}
 
 
@@ -153,6 +156,11 @@ def _key_major(masked: bool) -> Place:
         _COLUMNS, score="qk", q="offs_m[None, :]", q_first="start_m", q_local="local_m[None, :]",
         q_mask="mask_m[None, :]" if masked else "",
     )  # fmt: skip
+
+
+def _turned(masked: bool) -> Place:
+    """A tile [BLOCK_M, BLOCK_N] in a loop over queries."""
+    return replace(_query_major(True), q_mask="mask_m[:, None]" if masked else "")
 
 
 # *** contexts ***
@@ -352,21 +360,22 @@ def _over_keys(loops: _Loops) -> dict[str, Any]:
     return {"hoisted": hoisted, "bounds": bounds, "phases": phases, "walks": loops.fill is not None}
 
 
-def _over_queries(loops: _Loops) -> dict[str, Any]:
+def _over_queries(loops: _Loops, major: str = "key") -> dict[str, Any]:
     """Text of a program that owns a kv tile and loops over query heads, and in each over q tiles."""
     roots = loops.roots()
-    outer = Emitter(loops.spec, replace(_COLUMNS, extra=_TILE_RANGE))
+    columns, tile = (_COLUMNS, _key_major) if major == "key" else (_TURNED_COLUMNS, _turned)
+    outer = Emitter(loops.spec, replace(columns, extra=_TILE_RANGE))
     outer.hoist(roots, frozenset({"q_idx", "score", "h"}))
     hoisted = outer.take()
     bounds, phases = _bounds_and_phases(loops, outer, "m", q_region)
-    per_head = Emitter(loops.spec, _COLUMNS, outer)
+    per_head = Emitter(loops.spec, columns, outer)
     per_head.hoist(roots, frozenset({"q_idx", "score"}))
     for phase in phases:
-        loops.emit(phase, Emitter(loops.spec, _key_major(phase.masked), per_head))
+        loops.emit(phase, Emitter(loops.spec, tile(phase.masked), per_head))
     walks, head = loops.fill is not None, per_head.take()
     if loops.spec.blocks:  # lists may differ by head
         bounds, head = [], bounds + head
-    return {"hoisted": hoisted, "bounds": bounds, "per_head": head, "phases": phases, "walks": walks}
+    return {"hoisted": hoisted, "bounds": bounds, "per_head": head, "phases": phases, "walks": walks, "major": major}
 
 
 def _bounds_and_phases(
@@ -510,7 +519,9 @@ def backward_dq_context(spec: KernelSpec) -> dict[str, Any]:
 
 
 def backward_dkdv_context(spec: KernelSpec) -> dict[str, Any]:
-    return {**_common(spec), **_over_queries(_Loops(spec, _score_slopes(spec)))}
+    # a matrix is only staged in shared memory where the tile has its order
+    major = "query" if matrices_of(spec.parsed) else "key"
+    return {**_common(spec), **_over_queries(_Loops(spec, _score_slopes(spec)), major)}
 
 
 def backward_capture_context(spec: KernelSpec, gradient: Gradient) -> dict[str, Any]:

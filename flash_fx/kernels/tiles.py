@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from ..score.expr import Load, names_in, walk
+from .facts import matrices_of
 from .spec import KernelSpec
 
 HOPPER_SHARED = 227 * 1024
@@ -119,7 +119,7 @@ def tile_for(kind: str, spec: KernelSpec, shared_limit: int = HOPPER_SHARED, lon
 
 
 def _short(kind: str, spec: KernelSpec, width: int, longest: int) -> Tile | None:
-    if spec.dtype == "float32" or width > 128 or _matrices(spec):
+    if spec.dtype == "float32" or width > 128 or matrices_of(spec.parsed):
         return None
     if longest > 64 and longest % 64 == 0 and width <= 64 and spec.parsed.keep is None:
         return None
@@ -140,18 +140,12 @@ def fit(kind: str, spec: KernelSpec, tile: Tile, shared_limit: int) -> Tile:
     return tile
 
 
-def _matrices(spec: KernelSpec) -> set[int]:
-    """Captures of which a loop loads whole tiles."""
-    loads = (n for _, e in spec.parsed.parts() for n in walk(e) if isinstance(n, Load))
-    return {n.head for n in loads if {"q_idx", "kv_idx"} <= names_in(n)}
-
-
 def shared_bytes(kind: str, spec: KernelSpec, tile: Tile) -> int:
     """Estimate: what stays for the whole loop, and what each stage of the loop loads."""
     size = 4 if spec.dtype == "float32" else 2
     both = padded(spec.d) + padded(spec.dv)
     score = tile.block_m * tile.block_n
-    loads = sum(2 if spec.captures[i].dtype.endswith("16") else 4 for i in _matrices(spec)) * score
+    loads = sum(2 if spec.captures[i].dtype.endswith("16") else 4 for i in matrices_of(spec.parsed)) * score
     if kind == "backward_dkdv":
         stay, step = tile.block_n * both, tile.block_m * both
     else:
