@@ -70,10 +70,12 @@ def test_no_spelling_saves_the_bias(large: Callable, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*BUCKETS, "clipped_positions", "relative_bias"])
-def test_no_matrix_is_left_in_the_graph_of_positions_that_are_computed(name: str) -> None:
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+def test_no_matrix_is_left_in_the_graph_of_positions_that_are_computed(name: str, training: bool) -> None:
     torch._dynamo.reset()
     fn, args = BY_NAME[name].build()
-    (rewritten,) = capture_rewrites(fn, *args)[1]
+    with torch.set_grad_enabled(training):
+        (rewritten,) = capture_rewrites(fn, *args)[1]
     rows, columns = args[0].shape[2], args[1].shape[2]
     shapes = [v.shape for n in rewritten.graph.nodes if isinstance(v := example_value(n), Tensor)]
     assert (rows + columns - 1,) in shapes

@@ -19,7 +19,7 @@ from .. import compat
 from ..scatter import sum_by_diagonal, sum_by_index
 from ..score.diagonal import diagonal_offset
 from ..score.evaluate import Evaluator, evaluate, fill_top
-from ..score.expr import INDEX_NAMES, Const, Load, Program, captures_in
+from ..score.expr import INDEX_NAMES, KV, Const, Load, Program, Q, captures_in, walk
 from ..score.fill import fill_of
 from .facts import batches_share_tiles, needs_residual
 from .plan import Gradient, gradients_of
@@ -34,6 +34,7 @@ PROGRAMS = 1024  # that read keys at the same time: several for each multiproces
 SHORT = 512  # below, a loop is over before the second of two loops has its first loads
 INT32_MAX = 2**31 - 1
 UNKNOWN = 1 << 30  # a length, under dynamic shapes
+SUMMING = 512  # programs that sum the gradient of a matrix
 GROUP = 8  # batch-heads whose tiles alternate in a launch, where early tiles are heavier or captures are shared
 
 
@@ -164,6 +165,7 @@ class _Run:
             "Q": query, "K": key, "V": value,
             **strides("q", "bhmd", query), **strides("k", "bhnd", key), **strides("v", "bhnd", value),
         }  # fmt: skip
+        captures = [along_keys(i, c, program) for i, c in enumerate(captures)]
         self.captured = {f"C{i}": c for i, c in enumerate(captures)}
         for i, c in enumerate(captures):
             self.captured |= capture_strides(i, c)
@@ -235,7 +237,8 @@ class _Run:
     def delta(self, grad_out: Tensor, out: Tensor, lse: Tensor) -> dict[str, Any]:
         """Arguments that all backward kernels share: the rows, and grad_out."""
         lse = lse.contiguous()
-        if fill_of(self.program, self.mapped) is not None and not _is_empty(self.m):
+        loses = self.mapped and self.program.empty is None  # rows without a key
+        if (loses or fill_of(self.program, self.mapped) is not None) and not _is_empty(self.m):
             self.filling["LOW"] = lse.amin(-1)
         delta = torch.empty_like(lse)
         rows = {"DO": grad_out, **strides("g", "bhmd", grad_out), "DELTA": delta}
@@ -353,14 +356,21 @@ class _Run:
         return env
 
     def _partial(self, gradient: Gradient, rows: dict[str, Any], capture: Tensor, dtype: torch.dtype) -> Tensor:
-        """[groups, B, H, M, N] with size 1 where summed: b and h are left for `_reduce` unless q_idx and kv_idx vary."""
+        """[groups, B, H, M, N] with size 1 where summed: b and h are left for `_reduce` unless q_idx and kv_idx vary.
+
+        A tile's sum over batches and heads is cut into chunks where there are few tiles; their sum has a fixed order too.
+        """
         tile = self.tile("backward_capture")
         tiles_m, tiles_n = cdiv(self.m, tile.block_m), cdiv(self.n, tile.block_n)
-        groups = [capture.shape[d] for d in gradient.grouped]
+        groups, chunks = [capture.shape[d] for d in gradient.grouped], 1
         shape = [*groups, self.b, self.h, self.m, self.n]
         if gradient.mode == "tile":
             shape[-4:-2] = (size if n in gradient.axes else 1 for n, size in (("b", self.b), ("h", self.h)))
             programs = math.prod(shape[:-2]) * tiles_m * tiles_n
+            chunks = chunks_of(programs, self.b * self.h)
+            if chunks > 1:
+                shape.insert(-2, chunks)
+                dtype, programs = torch.float32, programs * chunks
         elif gradient.mode == "row":
             shape[-1], dtype = 1, torch.float32
             programs = self.b * self.h * tiles_m
@@ -371,8 +381,9 @@ class _Run:
         if _is_empty(*groups, self.b, self.h, self.m, self.n):
             return grad.zero_()
         sizes = {f"SIZE_{d}": size for d, size in zip(gradient.grouped, groups)}
+        sizes |= {"CHUNKS": chunks} if gradient.mode == "tile" else {}
         self.launch("backward_capture", tile, programs, gradient, **rows, **sizes, **self.dims(tile), GRAD=grad)
-        return grad
+        return grad.sum(-3) if chunks > 1 else grad
 
     def _sink_gradient(self, number: int, capture: Tensor, delta: Tensor, lse: Tensor) -> Tensor:
         """dsink = -exp(sink - lse) * delta, through the sink's expression by autograd: [B, H, M] at most."""
@@ -418,6 +429,14 @@ def split_length(batches: Size, n: Size, block: int) -> int:
     return cdiv(cdiv(n, splits), block) * block
 
 
+def chunks_of(programs: Size, terms: Size) -> int:
+    """Into how many parts a sum of at most `terms` is cut, so that enough programs run at the same time."""
+    if not isinstance(programs, int) or programs == 0:
+        return 1
+    wanted = cdiv(SUMMING, programs)
+    return max(1, min(wanted, terms) if isinstance(terms, int) else wanted)
+
+
 def launch_kernel(kernel: Any, tile: Tile, programs: Size, interpret: bool, **arguments: Any) -> None:
     if interpret:
         kernel[(programs,)](**arguments)
@@ -435,6 +454,26 @@ def strides(letter: str, axes: str, tensor: Tensor) -> dict[str, Size]:
 def capture_strides(number: int, capture: Tensor) -> dict[str, Size]:
     """{"stride_c0_0": ..., ...}"""
     return {f"stride_c{number}_{d}": _stride(capture, d) for d in range(capture.dim())}
+
+
+def along_keys(number: int, capture: Tensor, program: Program) -> Tensor:
+    """A matrix with gaps between neighbours in both directions, such as [M, N, H] read as [H, M, N], without them.
+
+    Its tiles are read many times: each element from a sector of its own, if it were left as it is.
+    """
+    loads = {n for _, e in program.parts() for n in walk(e) if isinstance(n, Load) and n.head == number}
+    index = next(iter(loads)).args if len(loads) == 1 else ()
+    if not {Q, KV} <= set(index):
+        return capture
+    key = index.index(KV)
+    steps = [capture.stride(d) for d in (index.index(Q), key)]
+    if any(isinstance(s, int) and s < 2 for s in steps) or not isinstance(steps[1], int):
+        return capture
+    held = capture
+    for d in range(capture.dim()):
+        if isinstance(capture.stride(d), int) and capture.stride(d) == 0:
+            held = held.narrow(d, 0, 1)  # broadcast: once is enough
+    return held.movedim(key, -1).contiguous().movedim(-1, key).expand(capture.shape)
 
 
 def _stride(tensor: Tensor, dim: int) -> Size:

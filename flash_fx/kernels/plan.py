@@ -176,10 +176,11 @@ def _common(spec: KernelSpec) -> dict[str, Any]:
         "drop": program.drop or 0.0,
         **_dropout(program.drop or 0.0),
         "empty": program.empty is not None,
+        "loses": spec.blocks and program.empty is None,
         "has_sink": program.sink is not None,
         "has_weight": program.weight is not None,
         "exact": not needs_residual(spec),  # no residual: see Note [Large scores] in `delta`
-        "large": "32.0" if spec.dtype == "float32" else "256.0",
+        "large": "8.0" if spec.dtype == "float32" else "256.0",
         "slope_scale": "" if scale is None else literal(scale.head, "float"),
         "fill": fill is not None,
         "top": literal(fill.top.head, "float") if fill is not None and isinstance(fill.top, Const) else "",
@@ -538,7 +539,7 @@ def backward_capture_context(spec: KernelSpec, gradient: Gradient) -> dict[str, 
 _NOTATION = {
     "row": {"layout": "[B, H, M] float32", "notation": "Tiles are [BLOCK_M, BLOCK_N]."},
     "column": {"layout": "[B, H, N] float32", "notation": "Tiles are [BLOCK_N, BLOCK_M]."},
-    "tile": {"layout": "[groups, B or 1, H or 1, M, N] any dtype", "notation": "Tiles are [BLOCK_M, BLOCK_N]."},
+    "tile": {"layout": "[groups, B or 1, H or 1, CHUNKS, M, N] any dtype", "notation": "Tiles are [BLOCK_M, BLOCK_N]."},
 }
 
 CONTEXTS = {

@@ -101,7 +101,7 @@ class Puller:
             if self.gradients and node in self.twin.stops:
                 raise Reject(Reason.GRADIENT, node, f"at {_describe(node)}")
             self.visited.add(node)
-        elif node in self.twin.stops:
+        elif self.gradients and node in self.twin.stops:
             return None
         if (viewed := self.view(node, index)) is not None:
             inside = viewed[0] in self.cone or viewed[0] in self.ends

@@ -31,6 +31,10 @@ TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }  # fmt: skip
+_INTEGERS = {
+    "H", "G", "M", "N", "NUM_BH", "NUM_BK", "CHUNKS", "SPLIT", "SPLITS", "ROWS", "COLS",
+    "stride_lb", "stride_lh", "stride_row", "stride_col",
+}  # fmt: skip
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 
 
@@ -41,7 +45,7 @@ def build(template: str, spec: KernelSpec, target: str, tile: Tile | None = None
     tile = tile or tile_for(template, spec, SHARED[target])
     constants: dict[str, Any] = {
         "D": spec.d, "D_V": spec.dv, "BLOCK_D": padded(spec.d), "BLOCK_DV": padded(spec.dv), "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n, "GROUP": 8, "EVEN_M": even, "EVEN_N": even, "SHORT": False,
+        "BLOCK_N": tile.block_n, "GROUP": 8, "WIDTH": 128, "BLOCK_S": 16, "EVEN_M": even, "EVEN_N": even, "SHORT": False,
     }  # fmt: skip
     names = list(kernel.arg_names)
     constants = {k: v for k, v in constants.items() if k in names}
@@ -60,17 +64,21 @@ def _type(name: str, spec: KernelSpec, constants: dict[str, Any]) -> str:
     capture = re.fullmatch(r"C(\d+)", name)
     if capture:
         return "*" + TYPES[spec.captures[int(capture[1])].dtype]
+    if name in _INTEGERS:
+        return "i32"
     stride = re.fullmatch(r"stride_(?:c(\d+)_(\d+)|\w+([a-z]))", name)
     if stride:
         last = stride[3] == "d" if stride[1] is None else int(stride[2]) == spec.captures[int(stride[1])].ndim - 1
         if last:
             constants[name] = 1
         return "constexpr" if last else "i32"
-    if name in ("LSE", "DELTA", "RESIDUAL", "TOP", "LOW"):
+    if name in ("LSE", "DELTA", "RESIDUAL", "TOP", "LOW", "PART", "TOPS", "SUMS"):
         return "*fp32"
+    if name in ("BLOCKS", "LISTS", "KINDS"):
+        return "*i8" if name == "KINDS" else "*i32"
     if name == "SEED":
         return "*i64"
-    if name in ("H", "G", "M", "N", "NUM_BH", "NUM_BK") or re.fullmatch(r"S\d+|SIZE_\d+", name):
+    if re.fullmatch(r"S\d+|SIZE_\d+", name):
         return "i32"
     return "*" + TYPES[spec.dtype]
 
@@ -96,7 +104,8 @@ def main() -> None:
     for name, template, program, captures, dtype, d, target in json.loads(sys.argv[1]):
         facts = tuple(CaptureFact(*c) for c in captures)
         precision, sizes = "ieee" if dtype == "float32" else None, len(set(re.findall(r"\bs\d+\b", program)))
-        spec = KernelSpec(program, facts, dtype, d, d, sizes, precision)
+        blocks = " blocks " in name
+        spec = KernelSpec(program, facts, dtype, d, d, sizes, precision, blocks=blocks)
         try:
             kernel = build(template, spec, target)
             answer[name] = {

@@ -38,6 +38,19 @@ for kernel in KERNELS:
     for form, score in FILLS.items():
         JOBS[f"sm_90 {form} fill {kernel}"] = [kernel, score, FACTS[:1], "bfloat16", 64, "sm_90"]
 JOBS["sm_90 added fill backward_capture"] = ["backward_capture", FILLS["added"], FACTS[:1], "bfloat16", 64, "sm_90"]
+DOCUMENTS = "score = score * 0.125; keep = (c0[b, q_idx] == c0[b, kv_idx]) & (kv_idx <= q_idx)"
+for target in TARGETS:
+    for kernel in ("forward", "backward_dkdv", "backward_dq"):
+        JOBS[f"{target} blocks {kernel}"] = [kernel, DOCUMENTS, [["int64", 2]], "bfloat16", 64, target]
+    for kernel in ("decode", "combine"):
+        JOBS[f"{target} {kernel}"] = [kernel, BIAS, FACTS, "bfloat16", 128, target]
+    JOBS[f"{target} block_kinds"] = ["block_kinds", DOCUMENTS, [["int64", 2]], "float32", 1, target]
+    JOBS[f"{target} block_lists"] = ["block_lists", "", [], "float32", 1, target]
+for kernel in KERNELS:
+    JOBS[f"sm_90 wide {kernel}"] = [kernel, CAUSAL, [], "bfloat16", 512, "sm_90"]
+JOBS["sm_90 matrix backward_dkdv"] = [
+    "backward_dkdv", "score = score * 0.125 + c0[0, h, q_idx, kv_idx]", [["bfloat16", 4]], "bfloat16", 64, "sm_90",
+]  # fmt: skip
 JOBS["sm_90 float32 forward"] = ["forward", CAUSAL, [], "float32", 64, "sm_90"]
 JOBS["sm_90 column backward_capture"] = [
     "backward_capture",
@@ -92,6 +105,10 @@ def test_compiles(compiled: dict[str, dict], name: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_hopper_does_not_spill(compiled: dict[str, dict], kernel: str) -> None:
     assert compiled[f"sm_90 causal {kernel}"]["spill_bytes"] <= 32, compiled[f"sm_90 causal {kernel}"]
+
+
+def test_a_matrix_costs_the_keys_kernel_no_registers(compiled: dict[str, dict]) -> None:
+    assert compiled["sm_90 matrix backward_dkdv"]["spill_bytes"] == 0
 
 
 @pytest.mark.parametrize(

@@ -437,3 +437,30 @@ def test_sizes_of_zero() -> None:
         out, lse, dq, dk, dv = kernels(tensors, [], [], parse(""))
         assert [out.shape, dq.shape, dk.shape, dv.shape] == [tensors[i].shape for i in (3, 0, 1, 2)]
         assert lse.shape == out.shape[:3] and dk.isfinite().all() and dv.isfinite().all()
+
+
+@pytest.mark.parametrize("index", ["h, q_idx, kv_idx", "0, q_idx, kv_idx", "b // 2, q_idx, kv_idx"])
+def test_sums_over_many_batches_are_shared_out(index: str) -> None:
+    """Windows: one tile, many batches. The sum of all their gradients is cut into chunks."""
+    shape = Shape(b=10, h=2, hk=2, m=12, n=12, d=8, dv=8)
+    rows = {"h": 2, "0": 1, "b // 2": 5}[index.split(",")[0]]
+    check(f"score = score * 0.25 + c0[{index}]", [randn(rows, 12, 12)], shape)
+    assert launch.chunks_of(2, 20) == 20 and launch.chunks_of(400, 20) == 2 and launch.chunks_of(512, 20) == 1
+
+
+def test_a_matrix_with_gaps_is_read_without_them() -> None:
+    """[M, N, H] read as [H, M, N], as nn.Embedding gives it; broadcast dimensions are not copied."""
+    bias = randn(17, 33, 2).permute(2, 0, 1)
+    check("score = score * 0.25 + c0[h, q_idx, kv_idx]", [bias])
+    wide = bias[None].expand(2, -1, -1, -1)
+    program = parse("score = score + c0[b, h, q_idx, kv_idx]")
+    staged = launch.along_keys(0, wide, program)
+    assert torch.equal(staged, wide) and staged.stride() == (0, 17 * 33, 33, 1)
+    for left in (bias.contiguous(), bias.contiguous().mT.contiguous().mT):
+        assert launch.along_keys(0, left, parse("score = score + c0[h, q_idx, kv_idx]")) is left
+
+
+def test_diagonals_are_read_as_matrices_with_strides_of_their_own() -> None:
+    check("score = score * 0.25 + c0[h, kv_idx - q_idx + q_len - 1]", [randn(2, 49)])
+    check("score = score * 0.25 + c0[b, 2 * kv_idx - (q_idx - 16), q_idx // 2]", [randn(2, 90, 9)])
+    check("score = score * 0.25 + c0[kv_idx * 2]", [randn(66)])

@@ -29,7 +29,8 @@ FILLED = replace(
 
 
 def _render_all(spec: KernelSpec) -> dict[str, str]:
-    texts = {t: render(t, spec) for t in CONTEXTS if t != "backward_capture"}
+    left_out = {"backward_capture"} if spec.parsed.keep is not None else {"backward_capture", "block_kinds"}
+    texts = {t: render(t, spec) for t in CONTEXTS if t not in left_out}
     for i, gradient in enumerate(gradients_of(spec.parsed, 0) if spec.captures else []):
         texts[f"backward_capture {i}"] = render("backward_capture", spec, gradient)
     return texts
