@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 MAX_HEAD_DIM = 512
+WIDE = 256  # head dims whose tiles are so small that short sequences do not pay: channels that attend to channels
 
 
 def max_head_dim(dtype: torch.dtype, device: torch.device) -> int:

@@ -60,6 +60,11 @@ class Reason(Enum):
         "the head dimension is larger than the kernels take, or not a fixed number",
         "use head dimensions of at most 512, 256 in float32 on a GPU",
     )
+    COST = (
+        "cost",
+        "the scores are smaller than the operands, whose head dimension is large: a fused kernel would be slower",
+        "nothing: as it is it runs fastest",
+    )
     DEVICE = ("device", "operands live on different devices", "move all operands to one device")
     DROPOUT = (
         "dropout",

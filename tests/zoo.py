@@ -791,7 +791,9 @@ def half_power(q, k, v):
 
 for _d in (1, 20, 80, 256):
     CASES.append(Case(f"head_dim_{_d}", lambda: half_power, qkv(d=_d), program=("score = score * 0.125",)))
-CASES.append(Case("head_dim_320", lambda: half_power, qkv(d=320), verdict="leave", reason="head-dim"))
+CASES.append(Case("head_dim_600", lambda: half_power, qkv(d=600), verdict="leave", reason="head-dim"))
+CASES.append(Case("head_dim_320", lambda: half_power, qkv(m=330, n=340, d=320), program=("score = score * 0.125",)))
+CASES.append(Case("channels_that_attend_to_channels", lambda: half_power, qkv(d=320), verdict="leave", reason="cost"))
 CASES.append(Case("float64", lambda: half_power, qkv(dtype=torch.float64), verdict="leave", reason="dtype"))
 
 

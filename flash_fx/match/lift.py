@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from .. import compat
-from ..limits import max_head_dim
+from ..limits import WIDE, max_head_dim
 from ..reject import Reason, Reject
 from ..score.expr import Const, Expr, Load, Name, Op, Program, const, name, op, rebuild, substitute, walk, where
 from ..score.simplify import simplify
@@ -71,6 +71,9 @@ def _walk(twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: int
     m, n = (w_shape[1], w_shape[2]) if position == 0 else (w_shape[2], w_shape[1])
     if isinstance(n, Const) and n.head <= 1:
         raise Reject(Reason.ONE_KEY, anchor)
+    rows = weights.meta["val"].shape[1:]  # type: ignore[union-attr]
+    if d.head > WIDE and all(compat.sym_hint(length) <= d.head for length in rows):
+        raise Reject(Reason.COST, anchor, f"scores of {' x '.join(map(str, rows))}, head_dim {d}")
     sizes: dict[Expr, Expr] = {I: w_shape[0], M: m, N: n, D: d}
     indexer = ix.Indexer(sizes, shapes.hints)
     puller = Puller(twin, shapes, indexer)
@@ -144,7 +147,7 @@ def _operands(product: Node) -> tuple[Node, Node]:
     return product.args[0], product.args[1]  # type: ignore[return-value]
 
 
-def _head_dim(node: Node, at: int, product: Node) -> Expr:
+def _head_dim(node: Node, at: int, product: Node) -> Const:
     """A head dimension as a number: kernels are made for one, so a run-time one is guarded on."""
     try:
         size = compat.specialise(node.meta["val"].shape[at])
