@@ -70,7 +70,9 @@ def sym_expr(value: Any) -> Any:
 
 
 def sym_hint(value: Any) -> int:
-    """A likely value of a SymInt; only used to guide a search, never to decide."""
+    """A likely value of a SymInt, or the number itself; guides searches and guesses costs, proves nothing."""
+    if isinstance(value, int):
+        return value
     hint = value.node.hint
     return int(hint) if hint is not None else 64
 
