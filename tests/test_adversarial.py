@@ -115,6 +115,16 @@ def half_positions(q, k, v):
     return sm((q @ k.mT).masked_fill(~(p[:M, None] >= p - 3), -1e9)) @ v
 
 
+def compared_with_a_half(q, k, v):
+    distance, limit = torch.arange(N) - torch.arange(M)[:, None] + 250, torch.full((N,), 256.0, dtype=torch.bfloat16)
+    return sm((q @ k.mT).masked_fill(distance > limit, -INF)) @ v
+
+
+def scaled_by_a_half_and_compared(q, k, v):
+    distance = torch.arange(N) - torch.arange(M)[:, None] + 250
+    return sm((q @ k.mT).masked_fill(distance * torch.ones((), dtype=torch.bfloat16) > 256, -1e9)) @ v
+
+
 def relu_in_place_between(q, k, v):
     q = q * 1.0
     s = q @ k.detach().mT

@@ -18,9 +18,10 @@ from torch import Tensor
 from .. import compat
 from ..scatter import sum_by_diagonal, sum_by_index
 from ..score.diagonal import diagonal_offset
-from ..score.evaluate import Evaluator, evaluate, fill_top
+from ..score.evaluate import Evaluator, fill_top
 from ..score.expr import INDEX_NAMES, KV, Const, Load, Program, Q, captures_in, walk
 from ..score.fill import fill_of
+from ..score.grad import derivative
 from .facts import batches_share_tiles, needs_residual
 from .plan import Gradient, gradients_of
 from .render import is_rendered, load_kernel
@@ -295,12 +296,15 @@ class _Run:
             found = self._place_gradient(gradient, rows, capture, torch.float32)
             _place(total, gradient, found).add_(found)
         if in_sink:
-            total += self._sink_gradient(number, capture, rows["DELTA"], lse)
+            self._add_sink_gradient(total, number, rows["DELTA"], lse)
         return total.to(capture.dtype)
 
     def _place_gradient(self, gradient: Gradient, rows: dict[str, Any], capture: Tensor, dtype: torch.dtype) -> Tensor:
         """The gradient of one place: the dimensions of the capture that are not indexed by a constant, in order."""
-        values, axes = _reduce(self._partial(gradient, rows, capture, dtype), gradient)
+        return self._by_position(self._partial(gradient, rows, capture, dtype), gradient, capture)
+
+    def _by_position(self, partial: Tensor, gradient: Gradient, capture: Tensor) -> Tensor:
+        values, axes = _reduce(partial, gradient)
         if gradient.scattered:
             searched = [a for a in axes if isinstance(a, str)]
             rest = [a for a in axes if not isinstance(a, str)]
@@ -385,17 +389,17 @@ class _Run:
         self.launch("backward_capture", tile, programs, gradient, **rows, **sizes, **self.dims(tile), GRAD=grad)
         return grad.sum(-3) if chunks > 1 else grad
 
-    def _sink_gradient(self, number: int, capture: Tensor, delta: Tensor, lse: Tensor) -> Tensor:
-        """dsink = -exp(sink - lse) * delta, through the sink's expression by autograd: [B, H, M] at most."""
-        with torch.enable_grad():
-            leaf = capture.detach().to(torch.float32).requires_grad_()
-            captures = [leaf if i == number else c for i, c in enumerate(self.captures)]
-            assert self.program.sink is not None
-            sink = evaluate(self.program.sink, self._env(), captures, self.sizes).expand(self.b, self.h, self.m, 1)
-            slope = -torch.exp(sink.detach().squeeze(-1) - lse) * delta
-            if self.program.empty is not None:
-                slope = torch.where(lse == -torch.inf, 0.0, slope)
-            return torch.autograd.grad(sink, leaf, slope.unsqueeze(-1))[0]
+    def _add_sink_gradient(self, total: Tensor, number: int, delta: Tensor, lse: Tensor) -> None:
+        """dsink = -exp(sink - lse) * delta, [B, H, M], summed over all places where the sink reads the capture."""
+        sink = self.program.sink
+        assert sink is not None
+        run = Evaluator(self._env(), self.captures, self.sizes, torch.float32).run
+        slope = -torch.exp(run(sink) - lse.unsqueeze(-1)) * delta.unsqueeze(-1)
+        if self.program.empty is not None:
+            slope = torch.where(lse.unsqueeze(-1) == -torch.inf, 0.0, slope)
+        for gradient in gradients_of(self.program, number, ("sink",)):
+            found = self._by_position(slope * run(derivative(sink, gradient.load)), gradient, total)
+            _place(total, gradient, found).add_(found)
 
 
 def _reduce(partial: Tensor, gradient: Gradient) -> tuple[Tensor, list[int | str]]:

@@ -118,9 +118,9 @@ def _grouped(load: Load, name: str) -> tuple[int, ...]:
     return dims if alone and not any(_only_reader(load, d) for d in dims) else ()
 
 
-def gradients_of(program: Program, capture: int) -> list[Gradient]:
-    """The places of score and weight through which the capture has a gradient."""
-    roots = [e for e in (program.score, program.weight) if e is not None]
+def gradients_of(program: Program, capture: int, parts: tuple[str, ...] = ("score", "weight")) -> list[Gradient]:
+    """The places in these parts through which the capture has a gradient."""
+    roots = [e for part, e in program.parts() if part in parts]
     loads = loads_of(program, capture)
     return [_gradient(n) for n in loads if not all(derivative(e, n) is _ZERO for e in roots)]
 

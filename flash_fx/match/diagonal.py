@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from ..score.expr import COMPARISONS, Expr, Load, Name, Op, kind_of, name, op, rebuild, substitute, walk
+from ..score.expr import COMPARISONS, Expr, Load, Op, kind_of, name, op, rebuild, substitute, walk
 from . import aten as table
 from . import index as ix
 
@@ -31,7 +31,7 @@ _DISTANCE = name("$t")
 
 @dataclass(frozen=True)
 class Reached:
-    """Values at all diagonals, each [M + N - 1] or [], by what they were asked for; `position` is the pair's diagonal."""
+    """Values at all diagonals, each [M + N - 1], [1] or [], by what they were asked for; `position` is the pair's diagonal."""
 
     values: dict[int, Node]
     position: Expr
@@ -42,8 +42,10 @@ def along_diagonals(puller: Puller, wanted: dict[int, tuple[Node, Index]]) -> Re
     if puller.partial or not all(is_of_difference(puller.pull(*w)) for w in wanted.values()):
         return None  # in a partial write the index leaves the matrix
     points = _Points(puller)
+    if points.rows is None or points.keys is None:
+        return None
     values = {d: points.value(*w) for d, w in wanted.items()}
-    if any(v is None for v in values.values()) or all(v.meta["val"].dim() == 0 for v in values.values()):  # type: ignore[union-attr]
+    if any(v is None for v in values.values()) or not any(_varies(v) for v in values.values()):  # type: ignore[arg-type]
         return None
     rows = puller.indexer.sizes[QUERY]
     return Reached(values, ix.add(ix.sub(KEY, QUERY), ix.sub(rows, ix.ONE)))  # type: ignore[arg-type]
@@ -69,16 +71,22 @@ def _normal(e: Expr) -> Expr:
     return done[e]
 
 
+def _varies(value: Node) -> bool:
+    held = value.meta["val"]
+    return bool(held.dim()) and not (isinstance(held.shape[0], int) and held.shape[0] == 1)
+
+
 class _Points:
     """Values of twin nodes at one pair of each diagonal."""
 
     def __init__(self, puller: Puller) -> None:
         self.puller, self.extra = puller, puller.extra
+        self.rows, self.keys = (self._length(puller.indexer.sizes[c]) for c in (QUERY, KEY))
         self.pairs: dict[torch.device, dict[Expr, Node]] = {}
         self.memo: dict[tuple[Node, Index], Node | None] = {}
 
     def value(self, node: Node, index: Index) -> Node | None:
-        """The node's elements at an index made of queries and keys: [M + N - 1], or [] where neither occurs in it."""
+        """The node's elements at an index made of queries and keys: [M + N - 1], or [1] or [] where neither occurs in it."""
         if (node, index) not in self.memo:
             self.memo[node, index] = self._value(node, index)
         return self.memo[node, index]
@@ -99,12 +107,18 @@ class _Points:
         args = []
         for a in node.args:
             if isinstance(a, Node) and isinstance(a.meta.get("val"), torch.Tensor):
-                a = self.value(a, self.puller.unexpand(a, index))
+                a = self._ranked(self.value(a, self.puller.unexpand(a, index)), a)
                 if a is None:
                     return None
             args.append(a)
         kwargs = {k: v for k, v in node.kwargs.items() if k not in ("memory_format", "layout", "pin_memory")}
         return self.extra.call(node.target, *args, **kwargs)
+
+    def _ranked(self, value: Node | None, node: Node) -> Node | None:
+        """A tensor without dimensions promotes no other: so it has some where, and only where, the user's has."""
+        if value is None or (value.meta["val"].dim() == 0) == (node.meta["val"].dim() == 0):
+            return value
+        return self.extra.call(aten.reshape.default, value, [1] if node.meta["val"].dim() else [])
 
     def _arange(self, node: Node, at: Expr) -> Node | None:
         held = node.meta["val"]
@@ -157,25 +171,34 @@ class _Points:
     def _size(self, atoms: Iterable[Expr], coefficient: Any = 1) -> Any:
         """A product of run-time sizes; None if something else is in it."""
         for a in atoms:
-            if not isinstance(a, Name) or a not in self.puller.shapes.symbols:
+            factor = self._factor(a)
+            if factor is None:
                 return None
-            coefficient = coefficient * self.puller.shapes.symbols[a]
+            coefficient = coefficient * factor
         return coefficient
+
+    def _factor(self, e: Expr) -> Any:
+        if e in self.puller.shapes.symbols:
+            return self.puller.shapes.symbols[e]
+        if not isinstance(e, Op) or e.head not in ("floordiv", "mod"):
+            return None
+        x, y = (self._length(a) for a in e.args)
+        return None if x is None or y is None else x // y if e.head == "floordiv" else x % y
+
+    def _length(self, e: Expr) -> Any:
+        """A number, a run-time size or None."""
+        terms = [self._size(*term) for term in ix.to_poly(e).items()]
+        return None if any(t is None for t in terms) else sum(terms)
 
     def _pairs(self, device: torch.device) -> dict[Expr, Node]:
         """Query and key of one pair of each diagonal, from the lower left to the upper right."""
         if device not in self.pairs:
             call = self.extra.call
-            rows, keys = (self._length(c) for c in (QUERY, KEY))
-            distance = call(aten.sub.Tensor, call(aten.arange.default, rows + keys - 1, device=device), rows - 1)
+            count = self.rows + self.keys - 1
+            distance = call(aten.sub.Tensor, call(aten.arange.default, count, device=device), self.rows - 1)
             opposite = call(aten.neg.default, distance)
             self.pairs[device] = {
                 KEY: call(aten.clamp_min.default, distance, 0),
                 QUERY: call(aten.clamp_min.default, opposite, 0),
             }
         return self.pairs[device]
-
-    def _length(self, coordinate: Expr) -> Any:
-        """A number, or a run-time size."""
-        size = self.puller.indexer.sizes[coordinate]
-        return sum((self._size(*term) for term in ix.to_poly(size).items()), 0)

@@ -329,6 +329,8 @@ class Puller:
             return inner
         if after.is_floating_point and before.is_floating_point:
             return inner if node in self.cone or _widens(node) else _narrow(inner, after)
+        if after is torch.int64 and node not in self.cone and _is_half(before) and not _is_exact(inner):
+            return None
         if not after.is_floating_point and after not in (torch.bool, torch.int64):
             return None if before is not torch.bool else cast(inner, "bool", "int")  # int32 may wrap around
         if after.itemsize == 2 and not before.is_floating_point and before is not torch.bool:
@@ -451,6 +453,8 @@ class Puller:
             return None if meaning is None or kwargs else logical(f"logical_{meaning}", args)  # type: ignore[arg-type]
         if kind == "int" and operation in ("add", "sub", "mul", "rsub", "floor_divide", "remainder"):
             return self._integer_arithmetic(operation, args, kwargs)
+        if how == "common" and node not in self.cone and _compares_rounded(values, found):
+            return None
         if how == "common" and operation in ("lt", "le", "gt", "ge", "eq", "ne"):
             return compare(operation, *args) if kind != "float" else compare_float(operation, *args)  # type: ignore[arg-type]
         if how in ("bool", "only-bool"):
@@ -679,6 +683,35 @@ def _narrow(e: Expr, dtype: torch.dtype) -> Expr | None:
         branches = [_narrow(a, dtype) for a in e.args[1:]]
         return None if None in branches else choose(e.args[0], *branches)  # type: ignore[arg-type]
     return None if _has_load(e) else e
+
+
+def _compares_rounded(values: list[Any], found: list[tuple[Expr, str] | None]) -> bool:
+    """Does a comparison see numbers rounded to 16 bits, where a program would compare what they were before?
+
+    `torch.arange(600) > limit` with a bfloat16 limit does not tell 257 from 256.
+    """
+    held = [v.meta.get("val") if isinstance(v, Node) else v for v in values]
+    if not any(isinstance(h, torch.Tensor) and _is_half(h.dtype) for h in held):
+        return False
+    common = torch.result_type(*held)
+    for value, operand in zip(held, found, strict=True):
+        if operand is None or _is_exact(operand[0]):
+            continue
+        half = isinstance(value, torch.Tensor) and _is_half(value.dtype)
+        if half or (_is_half(common) and operand[1] == "int"):
+            return True
+    return False
+
+
+def _is_half(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 2
+
+
+def _is_exact(e: Expr) -> bool:
+    """A number that is held as it is, or a choice of such numbers."""
+    if isinstance(e, Op) and e.head == "where":
+        return all(_is_exact(a) for a in e.args[1:])
+    return isinstance(e, (Const, Load))
 
 
 def _names(index: Index) -> set[Expr]:
