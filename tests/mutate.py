@@ -37,6 +37,37 @@ FORWARD, LIFT, PULL = "templates/forward.py.jinja", "flash_fx/match/lift.py", "f
 SOFTMAX, ADVERSARIAL = "flash_fx/match/softmax.py", ("tests/test_adversarial.py", "-k")
 MUTANTS = [
     Mutant(
+        "blocks that a mask cuts taken for full", "templates/block_kinds.py.jinja",
+        "tl.where(held == {{ BLOCK * BLOCK }}, {{ FULL }}, {{ PARTIAL }})", "{{ FULL }}",
+        ("tests/kernels/test_blocks.py", "-k", "walk and causal"),
+    ),
+    Mutant(
+        "empty blocks of a fill forgotten", "flash_fx/kernels/plan.py",
+        'over("some * per_block", "blocks * per_block", _UNSTAGED)', 'over("some * per_block", "some * per_block", _UNSTAGED)',
+        ("tests/kernels/test_blocks.py", "-k", "walk and filled"),
+    ),
+    Mutant(
+        "a map shared by layers with other masks", "flash_fx/block_maps.py",
+        "return str(mask.program), captures, site.sizes", "return str(mask.program), site.sizes",
+        ("tests/kernels/test_rewritten.py",),
+    ),
+    Mutant(
+        "parts of a decode not rescaled", "templates/combine.py.jinja", "acc = acc * alpha +", "acc = acc +",
+        ("tests/kernels/test_decode.py", "-k", "test_decode and bias"),
+    ),
+    Mutant(
+        "a chunk of a sum counted twice", "templates/backward_capture.py.jinja",
+        "range(chunk * per_chunk,", "range(0,", (*KERNELS, "shared_out"),
+    ),
+    Mutant(
+        "a turned tile not turned back", "templates/backward_dkdv.py.jinja",
+        '"tl.trans(dx.to(q.dtype))"', '"dx.to(q.dtype)"', (*KERNELS, "test_bias_of_every_broadcast"),
+    ),
+    Mutant(
+        "a diagonal the wrong way", "flash_fx/kernels/emit.py", "right = _scaled(right, -1)", "right = _scaled(right, 1)",
+        (*KERNELS, "diagonals_are_read"),
+    ),
+    Mutant(
         "last key dropped", FORWARD, "mask_n = (offs_n < N) | EVEN_N", "mask_n = offs_n < N - 1",
         (*KERNELS, "test_masks and none"),
     ),

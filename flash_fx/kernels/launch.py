@@ -19,9 +19,10 @@ from .. import compat
 from ..scatter import sum_by_diagonal, sum_by_index
 from ..score.diagonal import diagonal_offset
 from ..score.evaluate import Evaluator, fill_top
-from ..score.expr import INDEX_NAMES, KV, Const, Load, Program, Q, captures_in, walk
+from ..score.expr import INDEX_NAMES, Const, Load, Program, captures_in, names_in, walk
 from ..score.fill import fill_of
 from ..score.grad import derivative
+from .emit import affine
 from .facts import batches_share_tiles, needs_residual
 from .plan import Gradient, gradients_of
 from .render import is_rendered, load_kernel
@@ -467,17 +468,18 @@ def along_keys(number: int, capture: Tensor, program: Program) -> Tensor:
     """
     loads = {n for _, e in program.parts() for n in walk(e) if isinstance(n, Load) and n.head == number}
     index = next(iter(loads)).args if len(loads) == 1 else ()
-    if not {Q, KV} <= set(index):
+    steps = [affine(i) or (0, 0) for i in index]
+    rows, keys = ([d for d, step in enumerate(steps) if abs(step[axis]) == 1] for axis in (0, 1))
+    if len(keys) != 1 or not {"q_idx", "kv_idx"} <= names_in(*index):
         return capture
-    key = index.index(KV)
-    steps = [capture.stride(d) for d in (index.index(Q), key)]
-    if any(isinstance(s, int) and s < 2 for s in steps) or not isinstance(steps[1], int):
+    beside = [capture.stride(d) for d in {*rows, *keys}]
+    if any(isinstance(s, int) and s < 2 for s in beside) or not isinstance(capture.stride(keys[0]), int):
         return capture
     held = capture
     for d in range(capture.dim()):
         if isinstance(capture.stride(d), int) and capture.stride(d) == 0:
             held = held.narrow(d, 0, 1)  # broadcast: once is enough
-    return held.movedim(key, -1).contiguous().movedim(-1, key).expand(capture.shape)
+    return held.movedim(keys[0], -1).contiguous().movedim(-1, keys[0]).expand(capture.shape)
 
 
 def _stride(tensor: Tensor, dim: int) -> Size:

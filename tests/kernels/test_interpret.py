@@ -456,6 +456,13 @@ def test_a_matrix_with_gaps_is_read_without_them() -> None:
     program = parse("score = score + c0[b, h, q_idx, kv_idx]")
     staged = launch.along_keys(0, wide, program)
     assert torch.equal(staged, wide) and staged.stride() == (0, 17 * 33, 33, 1)
+    rows = randn(33 * 17, 2)
+    flat = parse("score = score * 0.25 + c0[q_idx * 33 + kv_idx, h]")
+    check(str(flat), [rows])
+    assert (
+        launch.along_keys(0, rows, flat).stride() == (1, 33 * 17)
+        and launch.along_keys(0, rows.mT.contiguous().mT, flat).stride()[0] == 1
+    )
     for left in (bias.contiguous(), bias.contiguous().mT.contiguous().mT):
         assert launch.along_keys(0, left, parse("score = score + c0[h, q_idx, kv_idx]")) is left
 
