@@ -150,7 +150,7 @@ class Emitter:
             return self.place.q_first, self.place.q_local
         if index is KV:
             return self.place.kv_first, self.place.kv_local
-        steps = affine(index)
+        steps = affine(index) if self._reads_tile(index) else None
         if steps is not None:
             return self._affine_offset(*steps)
         text = self.value(index, "int")

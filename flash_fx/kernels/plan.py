@@ -435,7 +435,7 @@ def decode_context(spec: KernelSpec) -> dict[str, Any]:
     keys = _query_major(True)
     place = replace(_PACKED, score="qk", **{k: getattr(keys, k) for k in ("kv", "kv_first", "kv_local", "kv_mask")})
     phase = Phase("all", True, [])
-    loops.emit(phase, Emitter(spec, place))
+    loops.emit(phase, Emitter(spec, place, outer))
     return {**_common(spec), "bounds": bounds, "phase": phase}
 
 

@@ -35,6 +35,7 @@ _INTEGERS = {
     "H", "G", "M", "N", "NUM_BH", "NUM_BK", "CHUNKS", "SPLIT", "SPLITS", "ROWS", "COLS",
     "stride_lb", "stride_lh", "stride_row", "stride_col",
 }  # fmt: skip
+UNTILED = ("combine", "block_kinds", "block_lists")
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 
 
@@ -42,7 +43,7 @@ def build(template: str, spec: KernelSpec, target: str, tile: Tile | None = None
     """The compiled kernel, with the last strides 1 and everything else a multiple of 16."""
     context = gradients_of(spec.parsed, 0)[:1] if template == "backward_capture" else []
     kernel = load_kernel(template, spec, *context)
-    tile = tile or tile_for(template, spec, SHARED[target])
+    tile = tile or (Tile(32, 128, 4, 1) if template in UNTILED else tile_for(template, spec, SHARED[target]))
     constants: dict[str, Any] = {
         "D": spec.d, "D_V": spec.dv, "BLOCK_D": padded(spec.d), "BLOCK_DV": padded(spec.dv), "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n, "GROUP": 8, "WIDTH": 128, "BLOCK_S": 16, "EVEN_M": even, "EVEN_N": even, "SHORT": False,

@@ -40,13 +40,14 @@ for kernel in KERNELS:
 JOBS["sm_90 added fill backward_capture"] = ["backward_capture", FILLS["added"], FACTS[:1], "bfloat16", 64, "sm_90"]
 DOCUMENTS = "score = score * 0.125; keep = (c0[b, q_idx] == c0[b, kv_idx]) & (kv_idx <= q_idx)"
 for target in TARGETS:
-    for kernel in ("forward", "backward_dkdv", "backward_dq"):
-        JOBS[f"{target} blocks {kernel}"] = [kernel, DOCUMENTS, [["int64", 2]], "bfloat16", 64, target]
-    for kernel in ("decode", "combine"):
-        JOBS[f"{target} {kernel}"] = [kernel, BIAS, FACTS, "bfloat16", 128, target]
-    JOBS[f"{target} block_kinds"] = ["block_kinds", DOCUMENTS, [["int64", 2]], "float32", 1, target]
-    JOBS[f"{target} block_lists"] = ["block_lists", "", [], "float32", 1, target]
-for kernel in KERNELS:
+    JOBS[f"{target} blocks forward"] = ["forward", DOCUMENTS, [["int64", 2]], "bfloat16", 64, target]
+    JOBS[f"{target} decode"] = ["decode", BIAS, FACTS, "bfloat16", 128, target]
+for kernel in ("backward_dkdv", "backward_dq"):
+    JOBS[f"sm_90 blocks {kernel}"] = [kernel, DOCUMENTS, [["int64", 2]], "bfloat16", 64, "sm_90"]
+JOBS["sm_90 combine"] = ["combine", BIAS, FACTS, "bfloat16", 128, "sm_90"]
+JOBS["sm_90 block_kinds"] = ["block_kinds", DOCUMENTS, [["int64", 2]], "float32", 1, "sm_90"]
+JOBS["sm_90 block_lists"] = ["block_lists", "", [], "float32", 1, "sm_90"]
+for kernel in ("forward", "backward_dkdv"):
     JOBS[f"sm_90 wide {kernel}"] = [kernel, CAUSAL, [], "bfloat16", 512, "sm_90"]
 JOBS["sm_90 matrix backward_dkdv"] = [
     "backward_dkdv", "score = score * 0.125 + c0[0, h, q_idx, kv_idx]", [["bfloat16", 4]], "bfloat16", 64, "sm_90",

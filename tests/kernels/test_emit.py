@@ -165,7 +165,7 @@ def test_loads_widen_only_the_scalar_part_and_stay_in_bounds() -> None:
     ]
     lines, _ = emit("c0[h]", (CaptureFact("float32", 1),))
     assert lines == ["t0 = tl.load(C0 + tl.cast(off_h, tl.int64) * stride_c0_0)"]
-    lines, _ = emit("c0[kv_idx - q_idx]", (CaptureFact("float32", 1),))
+    lines, _ = emit("c0[kv_idx // 2 - q_idx]", (CaptureFact("float32", 1),))
     assert "mask=mask_m[:, None], other=0" in lines[-1] and ".to(tl.int64) * stride_c0_0" in lines[-1]
     lines, _ = emit("where(c0[kv_idx], score, 0.0)", (CaptureFact("bool", 1),))
     assert lines[1] == "t1 = t0 != 0"
