@@ -468,7 +468,7 @@ def along_keys(number: int, capture: Tensor, program: Program) -> Tensor:
     """
     loads = {n for _, e in program.parts() for n in walk(e) if isinstance(n, Load) and n.head == number}
     index = next(iter(loads)).args if len(loads) == 1 else ()
-    steps = [affine(i) or (0, 0) for i in index]
+    steps = [found[:2] if (found := affine(i)) is not None else (0, 0) for i in index]
     rows, keys = ([d for d, step in enumerate(steps) if abs(step[axis]) == 1] for axis in (0, 1))
     if len(keys) != 1 or not {"q_idx", "kv_idx"} <= names_in(*index):
         return capture
