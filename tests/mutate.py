@@ -64,7 +64,7 @@ MUTANTS = [
         '"tl.trans(dx.to(q.dtype))"', '"dx.to(q.dtype)"', (*KERNELS, "test_bias_of_every_broadcast"),
     ),
     Mutant(
-        "a diagonal the wrong way", "flash_fx/kernels/emit.py", "right = _scaled(right, -1)", "right = _scaled(right, 1)",
+        "a diagonal the wrong way", "flash_fx/score/diagonal.py", "right = _scaled(right, -1)", "right = _scaled(right, 1)",
         (*KERNELS, "diagonals_are_read"),
     ),
     Mutant(

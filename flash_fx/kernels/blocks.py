@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..score.blocks import block_shape
 from ..score.expr import Program
-from .launch import capture_strides, interpreting, launch_kernel
+from .launch import capture_arguments, capture_facts, interpreting, launch_kernel
 from .render import load_kernel
-from .spec import CaptureFact, KernelSpec
+from .spec import KernelSpec
 from .tiles import Tile
 
 _WIDTH = 128  # how much of a list is looked at together
@@ -32,12 +32,9 @@ def block_map(
     kinds = query.new_empty((b, h, rows, columns), dtype=torch.int8)
     kv_blocks = query.new_empty((b, h, rows, columns + 2), dtype=torch.int32)
     q_blocks = query.new_empty((b, h, columns, rows + 2), dtype=torch.int32)
-    facts = tuple(CaptureFact(str(c.dtype).removeprefix("torch."), c.dim()) for c in captures)
-    spec = KernelSpec(str(program), facts, "float32", 1, 1, len(sizes), interpret=interpreting())
+    spec = KernelSpec(str(program), capture_facts(captures), "float32", 1, 1, len(sizes), interpret=interpreting())
     tile = Tile(32, 128, 4, 1)
-    arguments = {f"C{i}": c for i, c in enumerate(captures)} | {f"S{i}": s for i, s in enumerate(sizes)}
-    for i, c in enumerate(captures):
-        arguments |= capture_strides(i, c)
+    arguments = capture_arguments(captures) | {f"S{i}": s for i, s in enumerate(sizes)}
     launch_kernel(
         load_kernel("block_kinds", spec), tile, b * h * rows * columns, spec.interpret,
         KINDS=kinds, H=h, M=query.shape[2], N=key.shape[2], BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **arguments,

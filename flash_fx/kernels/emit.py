@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
-from ..score.expr import KV, Const, Expr, Load, Name, Op, Q, captures_in, const, kind_of, names_in
+from ..score.diagonal import ZERO, affine
+from ..score.expr import KV, Const, Expr, Load, Name, Op, Q, kind_of, names_in
 from ..score.region import Region
-from ..score.simplify import FOLD, make
+from ..score.simplify import FOLD
 from .spec import KernelSpec
 
 LOG2E = 1.4426950408889634
@@ -163,7 +164,7 @@ class Emitter:
         axes = ((rows, self.place.q_first, self.place.q_local), (keys, self.place.kv_first, self.place.kv_local))
         scalars = [f"{first} * {step}" for step, first, _ in axes if step and first]
         tiles = [f"{local} * {step}" for step, _, local in axes if step and local]
-        if rest is not _NOTHING:
+        if rest is not ZERO:
             scalars.append(self.value(rest, "int"))
         return f"({' + '.join(scalars)})", f"({' + '.join(tiles)})" if tiles else ""
 
@@ -369,38 +370,6 @@ _LITERAL: dict[str, Callable[..., bool | int | float]] = {
     "log": lambda x: math.log(x) if x else -math.inf,
     "log2": lambda x: math.log2(x) if x else -math.inf,
 }
-
-
-# *** indices ***
-
-_NOTHING = const(0)
-
-
-def affine(e: Expr) -> tuple[int, int, Expr] | None:
-    """(a, b, rest) where the index is a * q_idx + b * kv_idx + rest, rest names neither; None where it is not."""
-    if not names_in(e) & {"q_idx", "kv_idx"}:
-        return None if captures_in(e) else (0, 0, e)
-    if e is Q or e is KV:
-        return int(e is Q), int(e is KV), _NOTHING
-    if not isinstance(e, Op) or e.head not in ("add", "sub", "mul", "neg"):
-        return None
-    parts = [affine(a) for a in e.args]
-    if any(p is None for p in parts):
-        return None
-    if e.head == "neg":
-        return _scaled(parts[0], -1)  # type: ignore[arg-type]
-    left, right = parts  # type: ignore[misc]
-    if e.head == "mul":
-        factors = [p[2].head for p in (left, right) if p[:2] == (0, 0) and isinstance(p[2], Const)]  # type: ignore[index]
-        other = right if left[:2] == (0, 0) else left  # type: ignore[index]
-        return _scaled(other, int(factors[0])) if factors else None  # type: ignore[arg-type]
-    if e.head == "sub":
-        right = _scaled(right, -1)  # type: ignore[arg-type]
-    return left[0] + right[0], left[1] + right[1], make("add", left[2], right[2])  # type: ignore[index]
-
-
-def _scaled(steps: tuple[int, int, Expr], factor: int) -> tuple[int, int, Expr]:
-    return steps[0] * factor, steps[1] * factor, make("mul", steps[2], const(factor))
 
 
 # *** parameters ***

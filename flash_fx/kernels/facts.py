@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 from ..score.expr import SCORE, Const, Expr, Load, Op, Program, names_in, walk
 from .spec import KernelSpec
@@ -71,17 +72,20 @@ def needs_residual(spec: KernelSpec) -> bool:
     return spec.dtype == "float32" or not (linear_scale(score) is not None or is_tame(score))
 
 
-def matrices_of(program: Program) -> set[int]:
+def _matrix_loads(program: Program) -> list[Load]:
+    return [n for n in program.loads() if {"q_idx", "kv_idx"} <= names_in(n)]
+
+
+@lru_cache(maxsize=512)
+def matrices_of(program: Program) -> frozenset[int]:
     """Captures of which a loop loads whole tiles."""
-    loads = (n for _, e in program.parts() for n in walk(e) if isinstance(n, Load))
-    return {n.head for n in loads if {"q_idx", "kv_idx"} <= names_in(n)}
+    return frozenset(n.head for n in _matrix_loads(program))
 
 
+@lru_cache(maxsize=512)
 def batches_share_tiles(program: Program) -> bool:
     """Whether a matrix that all batches read, such as a bias [H, M, N], is captured.
 
     Then the batches of a head should run at the same time, so that only the first one reads it from memory.
     """
-    loads = (n for _, e in program.parts() for n in walk(e) if isinstance(n, Load))
-    names = [names_in(load) for load in loads]
-    return any({"q_idx", "kv_idx"} <= found and "b" not in found for found in names)
+    return any("b" not in names_in(n) for n in _matrix_loads(program))

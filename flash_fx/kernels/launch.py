@@ -17,17 +17,17 @@ from torch import Tensor
 
 from .. import compat
 from ..scatter import sum_by_diagonal, sum_by_index
-from ..score.diagonal import diagonal_offset
+from ..score.diagonal import affine, diagonal_offset
 from ..score.evaluate import Evaluator, fill_top
-from ..score.expr import INDEX_NAMES, Const, Load, Program, captures_in, names_in, walk
+from ..score.expr import INDEX_NAMES, Const, Load, Program, captures_in, names_in
 from ..score.fill import fill_of
-from ..score.grad import derivative
-from .emit import affine
+from ..score.grad import derivative, loads_of
 from .facts import batches_share_tiles, needs_residual
 from .plan import Gradient, gradients_of
 from .render import is_rendered, load_kernel
 from .spec import CaptureFact, KernelSpec
-from .tiles import HOPPER_SHARED, Tile, padded, tile_for
+from .tables import gather, gathered, tables_of
+from .tiles import HOPPER_SHARED, UNKNOWN, Tile, padded, tile_for
 
 Size = Any  # int or torch.SymInt
 MOST_ROWS = 64  # of a tile that holds the queries of several heads
@@ -35,7 +35,6 @@ LEAST_KEYS = 512  # fewer are not worth a second kernel
 PROGRAMS = 1024  # that read keys at the same time: several for each multiprocessor of a large GPU
 SHORT = 512  # below, a loop is over before the second of two loops has its first loads
 INT32_MAX = 2**31 - 1
-UNKNOWN = 1 << 30  # a length, under dynamic shapes
 SUMMING = 512  # programs that sum the gradient of a matrix
 GROUP = 8  # batch-heads whose tiles alternate in a launch, where early tiles are heavier or captures are shared
 
@@ -59,7 +58,7 @@ def make_spec(
     dtype = _name(query.dtype)
     return KernelSpec(
         program=_text(program),
-        captures=tuple(CaptureFact(_name(c.dtype), c.dim()) for c in captures),
+        captures=capture_facts(captures),
         dtype=dtype,
         d=int(query.shape[-1]),
         dv=int(value.shape[-1]),
@@ -156,10 +155,14 @@ class _Run:
         kv_blocks: Tensor | None = None,
         q_blocks: Tensor | None = None,
     ) -> None:
-        self.query, self.key, self.value = query, key, value
-        self.captures, self.sizes, self.program = captures, sizes, program
+        self.query, self.key, self.value, self.sizes = query, key, value, sizes
         self.b, self.h, self.m, _ = query.shape
         self.hk, self.n = key.shape[1], key.shape[2]
+        self.captures, self.program, self.tables = captures, program, tables_of(program)
+        if self.tables:
+            read = self._evaluator()
+            self.program = program = gathered(program, len(captures))
+            self.captures = captures = [*captures, *(gather(n, read) for n in self.tables)]
         self.spec = _checked(make_spec(query, value, captures, len(sizes), program))
         self.exact = not needs_residual(self.spec)
         self.alternates = program.keep is not None or fill_of(program) is not None or batches_share_tiles(program)
@@ -167,10 +170,7 @@ class _Run:
             "Q": query, "K": key, "V": value,
             **strides("q", "bhmd", query), **strides("k", "bhnd", key), **strides("v", "bhnd", value),
         }  # fmt: skip
-        captures = [along_keys(i, c, program) for i, c in enumerate(captures)]
-        self.captured = {f"C{i}": c for i, c in enumerate(captures)}
-        for i, c in enumerate(captures):
-            self.captured |= capture_strides(i, c)
+        self.captured = capture_arguments([along_keys(i, c, program) for i, c in enumerate(captures)])
         self.lengths = {f"S{i}": s for i, s in enumerate(sizes)}
         self.lengths |= {"H": self.h, "G": self.h // self.hk, "M": self.m, "N": self.n, "NUM_BH": self.b * self.h}
         self.seeded = {"SEED": seed} if program.drop else {}
@@ -289,12 +289,20 @@ class _Run:
     def capture_gradient(self, number: int, capture: Tensor, rows: dict[str, Any], lse: Tensor) -> Tensor:
         """The sum over all places where the capture is read, in its dtype."""
         gradients = gradients_of(self.program, number)
+        looked_up = [
+            (i, n) for i, n in enumerate(self.tables, len(self.captures) - len(self.tables)) if n.head == number
+        ]
         in_sink = self.program.sink is not None and number in captures_in(self.program.sink)
-        if len(gradients) == 1 and not in_sink and self._covers(gradients[0], capture):
+        if len(gradients) == 1 and not (in_sink or looked_up) and self._covers(gradients[0], capture):
             return self._place_gradient(gradients[0], rows, capture, capture.dtype).to(capture.dtype)
         total = capture.new_zeros(capture.shape, dtype=torch.float32)
         for gradient in gradients:
             found = self._place_gradient(gradient, rows, capture, torch.float32)
+            _place(total, gradient, found).add_(found)
+        for made, node in looked_up:
+            gradient = Gradient(node, tuple(n for n in INDEX_NAMES if n in names_in(*node.args)))
+            partial = self.capture_gradient(made, self.captures[made], rows, lse).to(torch.float32)
+            found = self._by_position(partial, gradient, capture)
             _place(total, gradient, found).add_(found)
         if in_sink:
             self._add_sink_gradient(total, number, rows["DELTA"], lse)
@@ -338,7 +346,7 @@ class _Run:
         self, dims: Sequence[int], load: Load, searched: Sequence[str], capture: Tensor
     ) -> tuple[Tensor, Size]:
         """The flat position in these dimensions for every point of the searched axes, and how many positions exist."""
-        run = Evaluator(self._env(), self.captures, self.sizes, torch.float32).run
+        run = self._evaluator().run
         flat = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=capture.device)
         size: Size = 1
         for d in dims:
@@ -350,6 +358,9 @@ class _Run:
 
     def _lengths(self) -> dict[str, Size]:
         return dict(zip(INDEX_NAMES, (self.b, self.h, self.m, self.n)))
+
+    def _evaluator(self) -> Evaluator:
+        return Evaluator(self._env(), self.captures, self.sizes, torch.float32)
 
     def _env(self) -> dict[str, Any]:
         """The index names as tensors along their own axes, so that symbolic lengths stay symbols."""
@@ -394,7 +405,7 @@ class _Run:
         """dsink = -exp(sink - lse) * delta, [B, H, M], summed over all places where the sink reads the capture."""
         sink = self.program.sink
         assert sink is not None
-        run = Evaluator(self._env(), self.captures, self.sizes, torch.float32).run
+        run = self._evaluator().run
         slope = -torch.exp(run(sink) - lse.unsqueeze(-1)) * delta.unsqueeze(-1)
         if self.program.empty is not None:
             slope = torch.where(lse.unsqueeze(-1) == -torch.inf, 0.0, slope)
@@ -442,11 +453,16 @@ def chunks_of(programs: Size, terms: Size) -> int:
     return max(1, min(wanted, terms) if isinstance(terms, int) else wanted)
 
 
+@cache
+def _remember_accesses() -> None:
+    compat.remember_kernel_accesses(is_rendered)
+
+
 def launch_kernel(kernel: Any, tile: Tile, programs: Size, interpret: bool, **arguments: Any) -> None:
     if interpret:
         kernel[(programs,)](**arguments)
     else:
-        compat.remember_kernel_accesses(is_rendered)
+        _remember_accesses()
         traceable = torch.library.wrap_triton(kernel)
         traceable[(programs,)](**arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
@@ -456,9 +472,16 @@ def strides(letter: str, axes: str, tensor: Tensor) -> dict[str, Size]:
     return {f"stride_{letter}{a}": _stride(tensor, d) for d, a in enumerate(axes)}
 
 
-def capture_strides(number: int, capture: Tensor) -> dict[str, Size]:
-    """{"stride_c0_0": ..., ...}"""
-    return {f"stride_c{number}_{d}": _stride(capture, d) for d in range(capture.dim())}
+def capture_facts(captures: Sequence[Tensor]) -> tuple[CaptureFact, ...]:
+    return tuple(CaptureFact(_name(c.dtype), c.dim()) for c in captures)
+
+
+def capture_arguments(captures: Sequence[Tensor]) -> dict[str, Any]:
+    """{"C0": ..., "stride_c0_0": ..., ...}"""
+    arguments: dict[str, Any] = {}
+    for i, c in enumerate(captures):
+        arguments |= {f"C{i}": c, **{f"stride_c{i}_{d}": _stride(c, d) for d in range(c.dim())}}
+    return arguments
 
 
 def along_keys(number: int, capture: Tensor, program: Program) -> Tensor:
@@ -466,8 +489,8 @@ def along_keys(number: int, capture: Tensor, program: Program) -> Tensor:
 
     Its tiles are read many times: each element from a sector of its own, if it were left as it is.
     """
-    loads = {n for _, e in program.parts() for n in walk(e) if isinstance(n, Load) and n.head == number}
-    index = next(iter(loads)).args if len(loads) == 1 else ()
+    loads = loads_of(program, number)
+    index = loads[0].args if len(loads) == 1 else ()
     steps = [found[:2] if (found := affine(i)) is not None else (0, 0) for i in index]
     rows, keys = ([d for d, step in enumerate(steps) if abs(step[axis]) == 1] for axis in (0, 1))
     if len(keys) != 1 or not {"q_idx", "kv_idx"} <= names_in(*index):

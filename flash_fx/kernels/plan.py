@@ -228,9 +228,8 @@ _UNSTAGED = ", num_stages=1"  # a loop that seldom runs needs no buffers
 
 def _phases(program: Program, region: Region, axis: str) -> list[Phase]:
     """The loops over `range_lines` of the region."""
-    ragged = (
-        f"full_hi if EVEN_{axis.upper()} and not SHORT else hi"  # the compiler drops a loop that ends where it starts
-    )
+    # the compiler drops a loop that ends where it starts
+    ragged = f"full_hi if EVEN_{axis.upper()} and not SHORT else hi"
     if program.keep is None:
         return [
             Phase("middle", False, _along(axis, "0", "full_hi")),

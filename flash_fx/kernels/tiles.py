@@ -10,6 +10,7 @@ from .facts import matrices_of
 from .spec import KernelSpec
 
 HOPPER_SHARED = 227 * 1024
+UNKNOWN = 1 << 30  # a length, under dynamic shapes
 _OVERRIDE: list[Tile] = []
 
 
@@ -42,38 +43,15 @@ def padded(d: int) -> int:
 # forward ~ 1.5 * BM * BN / T + BM * D / T + 60, dkdv ~ 2 * BM * BN / T + 2 * BN * D / T + 50, with T = 32 * warps.
 # Rows up to 128 wide are the fastest of a sweep on an H200 (Triton 3.6, 16k tokens, S = 4096, full and causal).
 _HALF = {
-    "forward": [
-        (64, Tile(64, 64, 4, 3)),
-        (128, Tile(128, 128, 8, 3)),
-        (256, Tile(64, 64, 4, 2)),
-        (512, Tile(64, 32, 8, 2)),
-    ],
+    "forward": [(64, Tile(64, 64, 4, 3)), (128, Tile(128, 128, 8, 3)), (256, Tile(64, 64, 4, 2)), (512, Tile(64, 32, 8, 2))],
     "decode": [(128, Tile(16, 64, 4, 3)), (256, Tile(16, 32, 4, 3)), (512, Tile(16, 32, 4, 2))],
-    "backward_dkdv": [
-        (64, Tile(64, 64, 4, 3)),
-        (128, Tile(64, 128, 8, 3)),
-        (256, Tile(64, 64, 8, 1)),
-        (512, Tile(32, 32, 8, 1)),
-    ],
-    "backward_dq": [
-        (64, Tile(128, 64, 8, 3)),
-        (128, Tile(128, 64, 8, 3)),
-        (256, Tile(64, 64, 8, 1)),
-        (512, Tile(32, 32, 8, 1)),
-    ],
+    "backward_dkdv": [(64, Tile(64, 64, 4, 3)), (128, Tile(64, 128, 8, 3)), (256, Tile(64, 64, 8, 1)), (512, Tile(32, 32, 8, 1))],
+    "backward_dq": [(64, Tile(128, 64, 8, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 1)), (512, Tile(32, 32, 8, 1))],
     "backward_capture": [
-        (64, Tile(64, 64, 4, 3)),
-        (128, Tile(64, 64, 4, 1)),
-        (256, Tile(64, 64, 8, 1)),
-        (512, Tile(32, 32, 8, 1)),
+        (64, Tile(64, 64, 4, 3)), (128, Tile(64, 64, 4, 1)), (256, Tile(64, 64, 8, 1)), (512, Tile(32, 32, 8, 1)),
     ],
-    "delta": [
-        (64, Tile(64, 64, 4, 2)),
-        (128, Tile(64, 64, 4, 2)),
-        (256, Tile(64, 32, 4, 1)),
-        (512, Tile(32, 32, 4, 1)),
-    ],
-}
+    "delta": [(64, Tile(64, 64, 4, 2)), (128, Tile(64, 64, 4, 2)), (256, Tile(64, 32, 4, 1)), (512, Tile(32, 32, 4, 1))],
+}  # fmt: skip
 # 16-bit sequences that are over after a few tiles, by the greatest length: head dims up to 128, measured in the same way.
 # From 65 on, where a tile of 64 keys is ragged or masked, or the head dim is above 64.
 _SHORT = {
@@ -106,7 +84,7 @@ _TF32 = {
 }
 
 
-def tile_for(kind: str, spec: KernelSpec, shared_limit: int = HOPPER_SHARED, longest: int = 1 << 30) -> Tile:
+def tile_for(kind: str, spec: KernelSpec, shared_limit: int = HOPPER_SHARED, longest: int = UNKNOWN) -> Tile:
     """The tile of a kernel on a device with `shared_limit` bytes of shared memory per program; `longest` of M and N."""
     if _OVERRIDE:
         return _OVERRIDE[-1]

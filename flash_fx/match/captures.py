@@ -14,7 +14,7 @@ from .site import Operand
 
 def renumber(program: Program, captures: list[Node]) -> tuple[Program, tuple[Node, ...]]:
     """Captures in order of first use; unused ones are dropped."""
-    order = [n.head for _, e in program.parts() for n in walk(e) if isinstance(n, Load)]
+    order = [n.head for n in program.loads()]
     position = {old: new for new, old in enumerate(dict.fromkeys(order))}
     return _map_loads(program, lambda n: Load(position[n.head], n.args)), tuple(captures[i] for i in position)  # type: ignore[return-value]
 

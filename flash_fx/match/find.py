@@ -15,7 +15,7 @@ from torch.fx import Node
 from ..reject import Reason, Reject
 from . import aten as table
 from .lift import lift_site
-from .near import hides_softmax, unseen
+from .near import hides_softmax, names_softmax, unseen
 from .normalize import Twin, closure, resembles_softmax, target_name
 from .shapes import UnknownSizeError
 from .site import Site
@@ -74,7 +74,7 @@ def _settle(twin: Twin, live: set[Node], found: list[Found]) -> list[Found]:
 def has_softmax(graph: Any) -> bool:
     """A quick look at any graph, before a twin is made: does anything in it resemble a softmax between two products?"""
     names = [target_name(n) for n in graph.nodes]
-    if any("softmax" in n or "softmin" in n or n.startswith("multi_head_attention") for n in names):
+    if any(names_softmax(n) or n.startswith("multi_head_attention") for n in names):
         return True
     if any(hides_softmax(n) for n in graph.nodes):
         return True

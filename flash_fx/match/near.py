@@ -49,8 +49,12 @@ def _attribute(node: Node) -> Any:
     return getattr(node.graph.owning_module, str(node.target), None)
 
 
+def names_softmax(name: str) -> bool:
+    return "softmax" in name or "softmin" in name
+
+
 def _is_softmax(node: Node) -> bool:
-    return node.op in ("call_function", "call_method") and any(w in target_name(node) for w in ("softmax", "softmin"))
+    return node.op in ("call_function", "call_method") and names_softmax(target_name(node))
 
 
 def _is_product(node: Node) -> bool:

@@ -73,9 +73,9 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     if not uses_triton(query.device):
         return torch.ops.flash_fx.tiled_attention(query, key, value, captures, sizes, seed, program, bmhd)
-    from ..kernels import tables
+    from ..kernels import launch
 
-    return tables.forward(query, key, value, captures, sizes, seed, _program(program), bmhd, kv_blocks)
+    return launch.forward(query, key, value, captures, sizes, seed, _program(program), bmhd, kv_blocks)
 
 
 @triton_op("flash_fx::attention_backward", mutates_args=())
@@ -98,9 +98,9 @@ def _attention_backward(
         return torch.ops.flash_fx.tiled_attention_backward(
             grad_out, query, key, value, captures, sizes, seed, out, lse, program, needs
         )
-    from ..kernels import tables
+    from ..kernels import launch
 
-    grads = tables.backward(
+    grads = launch.backward(
         grad_out,
         query,
         key,

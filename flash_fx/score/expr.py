@@ -228,6 +228,10 @@ class Program:
             if value is not None:
                 yield field, value
 
+    def loads(self) -> tuple[Load, ...]:
+        """The distinct places where captures are read, in the order of evaluation."""
+        return tuple(n for n in walk(*(e for _, e in self.parts())) if isinstance(n, Load))
+
 
 def walk(*roots: Expr) -> Iterator[Expr]:
     """Every distinct node below the roots, arguments before their users."""

@@ -35,8 +35,7 @@ def derivative(expr: Expr, wrt: Expr) -> Expr:
 
 def loads_of(program: Program, capture: int) -> tuple[Load, ...]:
     """The distinct places where the program reads the capture, in the order of evaluation."""
-    roots = [e for _, e in program.parts()]
-    return tuple(n for n in walk(*roots) if isinstance(n, Load) and n.head == capture)
+    return tuple(n for n in program.loads() if n.head == capture)
 
 
 def _slope(node: Op, slopes: list[Expr]) -> Expr:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from .expr import (
     COMPARISONS,
@@ -71,9 +72,12 @@ def q_region(program: Program) -> Region:
     return Region() if program.keep is None else _solve_q().region(program.keep)
 
 
-def bound_value(bound: Expr, values: Mapping[str, int]) -> int:
-    """The bound as a number; `values` has every name in it: q0, q1 or k0, k1, q_len, kv_len, s0, ..."""
-    done: dict[Expr, int] = {}
+def bound_value(bound: Expr, values: Mapping[str, Any]) -> Any:
+    """The bound as a number, a run-time one where a value is.
+
+    `values` has every name in it: q0, q1 or k0, k1, q_len, kv_len, s0, ...
+    """
+    done: dict[Expr, Any] = {}
     for node in walk(bound):
         if isinstance(node, Const):
             done[node] = node.head
@@ -83,7 +87,7 @@ def bound_value(bound: Expr, values: Mapping[str, int]) -> int:
             condition, then, other = (done[a] for a in node.args)
             done[node] = then if condition else other
         else:
-            done[node] = int(FOLD[node.head](*(done[a] for a in node.args)))
+            done[node] = FOLD[node.head](*(done[a] for a in node.args))
     return done[bound]
 
 

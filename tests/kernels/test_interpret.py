@@ -17,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1: run `pytest tests/kernels` on its own", allow_module_level=True)
 pytest.importorskip("triton")
 
-from flash_fx.kernels import launch, tables, tiles
+from flash_fx.kernels import launch, tiles
 from flash_fx.kernels.plan import DRAWS
 from flash_fx.kernels.tiles import Tile
 from flash_fx.score.evaluate import reference
@@ -57,9 +57,9 @@ def kernels(
 ):
     """[out, lse, dq, dk, dv, gradient of each float capture]"""
     q, k, v, g = tensors
-    out, lse = tables.forward(q, k, v, captures, sizes, seed, program, bmhd)
+    out, lse = launch.forward(q, k, v, captures, sizes, seed, program, bmhd)
     needs = [True] * 3 + [c.is_floating_point() for c in captures]
-    return [out, lse, *tables.backward(g, q, k, v, captures, sizes, seed, out, lse, program, needs)]
+    return [out, lse, *launch.backward(g, q, k, v, captures, sizes, seed, out, lse, program, needs)]
 
 
 def autograd(tensors: Sequence[Tensor], captures, sizes, program, dtype: torch.dtype, drop_mask=None):

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flash_fx import compat
-from flash_fx.kernels import launch, tables
+from flash_fx.kernels import launch
 from flash_fx.kernels.render import is_rendered
 from flash_fx.score.text import parse
 
@@ -86,9 +86,9 @@ def test_tables_and_diagonals_trace_with_symbolic_sizes() -> None:
 
     def step(q, k, v, table, positions, diagonals, g):
         captures = [table, positions, diagonals]
-        out, lse = tables.forward(q, k, v, captures, [], None, program)
+        out, lse = launch.forward(q, k, v, captures, [], None, program)
         needs = [True, True, True, True, False, True]
-        return out, *tables.backward(g, q, k, v, captures, [], None, out, lse, program, needs)
+        return out, *launch.backward(g, q, k, v, captures, [], None, out, lse, program, needs)
 
     shapes = ((3, 4, 40, 16), (3, 2, 50, 16), (3, 2, 50, 24), (11, 4), (40, 50), (4, 89), (3, 4, 40, 24))
     inputs = [torch.randn(s) for s in shapes]
