@@ -49,11 +49,11 @@ MUTANTS = [
     Mutant(
         "a map shared by layers with other masks", "flash_fx/block_maps.py",
         "return str(mask.program), captures, site.sizes", "return str(mask.program), site.sizes",
-        ("tests/kernels/test_rewritten.py",),
+        ("tests/kernels/test_rewritten.py", "-k", "grow_between_layers"),
     ),
     Mutant(
         "parts of a decode not rescaled", "templates/combine.py.jinja", "acc = acc * alpha +", "acc = acc +",
-        ("tests/kernels/test_decode.py", "-k", "test_decode and bias"),
+        ("tests/kernels/test_decode.py", "-k", "more_parts"),
     ),
     Mutant(
         "a chunk of a sum counted twice", "templates/backward_capture.py.jinja",

@@ -52,6 +52,17 @@ def test_decode(name: str, dtype: torch.dtype) -> None:
     )  # fmt: skip
 
 
+def test_more_parts_than_are_joined_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The greatest scores come last, so that every step of the joining rescales what it has."""
+    monkeypatch.setattr(launch, "split_length", lambda batches, n, block: block)
+    program, tensors = parse("score = score * 0.25 + float(kv_idx) * 0.05"), operands(ONE, torch.float32)
+    assert ONE.n > 16 * launch._Run(*tensors[:3], [], [], None, program).tile("decode").block_n
+    compare(
+        kernels(tensors, [], [], program), autograd(tensors, [], [], program, torch.float32),
+        autograd(tensors, [], [], program, torch.float64), torch.float32,
+    )  # fmt: skip
+
+
 def test_the_result_is_written_in_the_order_that_was_asked_for() -> None:
     program, (q, k, v, _) = parse("score = score * 0.25"), operands(ONE, torch.float32)
     plain, _ = launch.forward(q, k, v, [], [], None, program)

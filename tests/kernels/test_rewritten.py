@@ -50,6 +50,14 @@ def lengths_that_change_between_layers(q, k, v, lengths):
     return attend(q, k, v, beyond(k, lengths), -1e9)
 
 
+def lengths_that_grow_between_layers(q, k, v, lengths):
+    """The second layer needs blocks that the map of the first leaves out."""
+    lengths = lengths - 20
+    q = attend(q, k, v, beyond(k, lengths), -1e9)
+    lengths += 20
+    return attend(q, k, v, beyond(k, lengths), -1e9)
+
+
 def first_layer_without_gradient(q, k, v, lengths):
     drop = beyond(k, lengths)
     with torch.no_grad():
@@ -102,7 +110,10 @@ def results(f: Callable, tensors: list[Tensor], data: Tensor, dtype: torch.dtype
     ("f", "data"),
     [
         *((f, LENGTHS) for f in (without_a_key, all_filled, lengths_that_change_between_layers)),
-        *((f, LENGTHS) for f in (first_layer_without_gradient, one_mask_for_other_lengths)),
+        *(
+            (f, LENGTHS)
+            for f in (lengths_that_grow_between_layers, first_layer_without_gradient, one_mask_for_other_lengths)
+        ),
         *((f, IDS) for f in (documents_below_zero, view_of_a_flipped_batch)),
         *((f, LENGTHS) for f in (sink, sink_by_half_the_head)),
     ],
