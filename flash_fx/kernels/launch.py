@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import compat
 from ..scatter import sum_by_diagonal, sum_by_index
+from ..score.apart import apart
 from ..score.diagonal import affine, diagonal_offset
 from ..score.evaluate import Evaluator, fill_top
 from ..score.expr import INDEX_NAMES, Const, Load, Program, captures_in, names_in
@@ -163,6 +164,7 @@ class _Run:
             read = self._evaluator()
             self.program = program = gathered(program, len(captures))
             self.captures = captures = [*captures, *(gather(n, read) for n in self.tables)]
+        self.program = program = apart(program, self._known_lengths())
         self.spec = _checked(make_spec(query, value, captures, len(sizes), program))
         self.exact = not needs_residual(self.spec)
         self.alternates = program.keep is not None or fill_of(program) is not None or batches_share_tiles(program)
@@ -178,6 +180,10 @@ class _Run:
         self.mapped = kv_blocks is not None
         self.filling = self._filling()
         self.blocks = {"forward": kv_blocks, "delta": kv_blocks, "backward_dq": kv_blocks, "backward_dkdv": q_blocks}
+
+    def _known_lengths(self) -> dict[str, int]:
+        lengths = {"q_len": self.m, "kv_len": self.n, **{f"s{i}": s for i, s in enumerate(self.sizes)}}
+        return {name: n for name, n in lengths.items() if isinstance(n, int)}
 
     def _filling(self) -> dict[str, Tensor]:
         """TOP where a finite fill adds to scores, so that only these can tell how large the sum gets."""

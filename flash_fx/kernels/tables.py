@@ -9,7 +9,6 @@ gradient is summed over batches inside the kernel, then over equal positions.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -41,4 +40,4 @@ def gathered(program: Program, first: int) -> Program:
         names = names_in(*n.args)
         return load(numbers[n], *(name(i) if i in names else Const(0) for i in INDEX_NAMES))  # type: ignore[return-value]
 
-    return replace(program, **{part: map_loads(e, change) for part, e in program.parts()})  # type: ignore[arg-type]
+    return program.map(lambda e: map_loads(e, change))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch.fx import Node
@@ -55,4 +54,4 @@ def _folded_axis(program: Program, capture: int, folded: Expr | None) -> int | N
 
 
 def _map_loads(program: Program, change: Callable[[Load], Expr]) -> Program:
-    return replace(program, **{part: map_loads(e, change) for part, e in program.parts()})  # type: ignore[arg-type]
+    return program.map(lambda e: map_loads(e, change))

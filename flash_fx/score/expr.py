@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -227,6 +227,10 @@ class Program:
             value = getattr(self, field)
             if value is not None:
                 yield field, value
+
+    def map(self, change: Callable[[Expr], Expr]) -> Program:
+        """The program with every expression changed."""
+        return replace(self, **{part: change(e) for part, e in self.parts()})  # type: ignore[arg-type]
 
     def loads(self) -> tuple[Load, ...]:
         """The distinct places where captures are read, in the order of evaluation."""
