@@ -20,9 +20,9 @@ from ..score.diagonal import ZERO, affine
 from ..score.expr import KV, Const, Expr, Load, Name, Op, Q, kind_of, names_in
 from ..score.region import Region
 from ..score.simplify import FOLD
+from .facts import LOG2E
 from .spec import KernelSpec
 
-LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 
 

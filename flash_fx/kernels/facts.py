@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 
-from ..score.expr import SCORE, Const, Expr, Load, Op, Program, names_in, walk
+from ..score.diagonal import affine
+from ..score.expr import KV, SCORE, Const, Expr, Load, Op, Program, Q, const, name, names_in, op, walk
+from ..score.fill import fill_of
+from ..score.simplify import make, simplify
 from .spec import KernelSpec
+
+LOG2E = 1.4426950408889634
 
 _SAFE_MAGNITUDE = 1e4  # lse + log(n) must keep the logarithm in float32
 _SAFE_OPS = frozenset(
@@ -62,6 +69,96 @@ def is_tame(score: Expr) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class Separated:
+    """A score that is score * c + f(kv_idx - q0) + g(q_idx - q0), where q0 is the first query of a tile.
+
+    `score2`  the part that varies within a row, times log2(e): one multiply-add, with one f for each key
+    `row`     g: the softmax does not see it, LSE does
+    """
+
+    score2: Expr
+    row: Expr
+
+
+@lru_cache(maxsize=512)
+def separated(spec: KernelSpec) -> Separated | None:
+    """Scores with terms like ALiBi's `c0[h] * float(kv_idx - q_idx)`, for 16-bit operands; None for all others.
+
+    Apart, the two indices cost next to nothing for each score; their floats are exact, and counted from the tile's first query
+    small where the weights are not. The rounding of a product is that of the largest distance in the tile: a 16-bit
+    weight does not show it.
+    """
+    program = spec.parsed
+    if spec.dtype == "float32" or any(fill_of(program, blocks) is not None for blocks in (False, True)):
+        return None
+    scale = 0.0
+    column: Expr = const(0.0)
+    row: Expr = const(0.0)
+    for sign, term in _terms(program.score):
+        if SCORE in walk(term):
+            factor = linear_scale(term) if sign > 0 and scale == 0.0 else None
+            if factor is None:
+                return None
+            scale = factor
+        elif _is_scalar(term):
+            row = make("add", row, _times(sign, term))
+        else:
+            split = _difference(term)
+            if split is None:
+                return None
+            factor_of, step, rest = split
+            factor2 = _times(sign * LOG2E, factor_of)
+            column = make("add", column, factor2 * _float(step * (KV - Q0) + rest))
+            row = make("add", row, _times(sign, factor_of) * _float(step * (Q0 - Q)))
+    if scale == 0.0 or column is const(0.0):
+        return None
+    return Separated(SCORE * (scale * LOG2E) + column, row)
+
+
+Q0 = name("q0")
+
+
+def _terms(e: Expr, sign: float = 1.0) -> Iterator[tuple[float, Expr]]:
+    """The signed terms of a sum."""
+    if isinstance(e, Op) and e.head in ("add", "sub"):
+        yield from _terms(e.args[0], sign)
+        yield from _terms(e.args[1], sign if e.head == "add" else -sign)
+    else:
+        yield sign, e
+
+
+def _difference(e: Expr) -> tuple[Expr, int, Expr] | None:
+    """(f, k, rest) where the term is f * float(k * (kv_idx - q_idx) + rest) and f is a number of a batch and head."""
+    if not isinstance(e, Op):
+        return None
+    if e.head == "float":
+        steps = affine(e.args[0])
+        return (const(1.0), steps[1], steps[2]) if steps is not None and steps[0] == -steps[1] != 0 else None
+    if e.head == "neg":
+        inner = _difference(e.args[0])
+        return None if inner is None else (_times(-1.0, inner[0]), *inner[1:])
+    if e.head == "mul":
+        for factor, other in (e.args, e.args[::-1]):
+            if _is_scalar(factor) and (inner := _difference(other)) is not None:
+                return (factor if inner[0] is const(1.0) else factor * inner[0], *inner[1:])
+    return None
+
+
+def _is_scalar(e: Expr) -> bool:
+    """Whether it is one ordinary number for a batch and head."""
+    numbers = [n.head for n in walk(e) if isinstance(n, Const)]
+    return not names_in(e) & {"q_idx", "kv_idx", "score"} and all(abs(n) <= _SAFE_MAGNITUDE for n in numbers)
+
+
+def _times(factor: float, e: Expr) -> Expr:
+    return make("mul", e, const(factor))
+
+
+def _float(e: Expr) -> Expr:
+    return op("float", simplify(e))
+
+
 def needs_residual(spec: KernelSpec) -> bool:
     """Whether exp(s - lse) may miss the softmax by the rounding of a large lse, see Note [Large scores] in `delta`.
 
@@ -69,7 +166,8 @@ def needs_residual(spec: KernelSpec) -> bool:
     scores that are not tame.
     """
     score = spec.parsed.score
-    return spec.dtype == "float32" or not (linear_scale(score) is not None or is_tame(score))
+    tame = linear_scale(score) is not None or is_tame(score) or separated(spec) is not None
+    return spec.dtype == "float32" or not tame
 
 
 def _matrix_loads(program: Program) -> list[Load]:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from .. import compat
-from ..scatter import sum_by_diagonal, sum_by_index
-from ..score.apart import apart
+from ..layout import gradient_like
+from ..scatter import sum_by_diagonal, sum_by_position
 from ..score.diagonal import affine, diagonal_offset
 from ..score.evaluate import Evaluator, fill_top
 from ..score.expr import INDEX_NAMES, Const, Load, Program, captures_in, names_in
@@ -26,6 +26,7 @@ from ..score.grad import derivative, loads_of
 from .facts import batches_share_tiles, needs_residual
 from .plan import Gradient, gradients_of
 from .render import is_rendered, load_kernel
+from .small import chunks_of_batches, is_small, sums_of, tile_of
 from .spec import CaptureFact, KernelSpec
 from .tables import gather, gathered, tables_of
 from .tiles import HOPPER_SHARED, UNKNOWN, Tile, padded, tile_for
@@ -126,15 +127,22 @@ def backward(
 ) -> list[Tensor]:
     """Gradients of query, key, value and captures where `needs` is true, in order, in the input's dtype and shape.
 
+    Those of query, key and value are laid out as `gradient_like` says.
+
     grad_out [B, H, M, Dv] may have any strides, zeros included. kv_blocks and q_blocks are those of `block_map`.
     """
     run = _Run(query, key, value, captures, sizes, seed, program, kv_blocks, q_blocks)
-    rows = run.delta(grad_out, out, lse)
     found: dict[int, Tensor] = {}
-    if needs[0]:
-        found[0] = run.dq(rows)
-    if needs[1] or needs[2]:
-        found[1], found[2] = run.dkdv(rows)
+    rows: dict[str, Any] = {}
+    sums = run.sums_in_one_tile(needs)
+    if sums is not None:
+        found[0], found[1], found[2] = run.small(grad_out, sums)
+    else:
+        rows = run.delta(grad_out, out, lse)
+        if needs[0]:
+            found[0] = run.dq(rows)
+        if needs[1] or needs[2]:
+            found[1], found[2] = run.dkdv(rows)
     for c, capture in enumerate(captures):
         if needs[3 + c]:
             found[3 + c] = run.capture_gradient(c, capture, rows, lse)
@@ -164,7 +172,6 @@ class _Run:
             read = self._evaluator()
             self.program = program = gathered(program, len(captures))
             self.captures = captures = [*captures, *(gather(n, read) for n in self.tables)]
-        self.program = program = apart(program, self._known_lengths())
         self.spec = _checked(make_spec(query, value, captures, len(sizes), program))
         self.exact = not needs_residual(self.spec)
         self.alternates = program.keep is not None or fill_of(program) is not None or batches_share_tiles(program)
@@ -178,12 +185,9 @@ class _Run:
         self.seeded = {"SEED": seed} if program.drop else {}
         self.longest = max(self.m, self.n) if isinstance(self.m, int) and isinstance(self.n, int) else UNKNOWN
         self.mapped = kv_blocks is not None
+        self.sums: dict[Gradient, Tensor] = {}  # gradients that a kernel computed beside others
         self.filling = self._filling()
         self.blocks = {"forward": kv_blocks, "delta": kv_blocks, "backward_dq": kv_blocks, "backward_dkdv": q_blocks}
-
-    def _known_lengths(self) -> dict[str, int]:
-        lengths = {"q_len": self.m, "kv_len": self.n, **{f"s{i}": s for i, s in enumerate(self.sizes)}}
-        return {name: n for name, n in lengths.items() if isinstance(n, int)}
 
     def _filling(self) -> dict[str, Tensor]:
         """TOP where a finite fill adds to scores, so that only these can tell how large the sum gets."""
@@ -269,7 +273,7 @@ class _Run:
         return {**rows, **self.operands, **self.captured, **self.lengths, **self.seeded, **more, "LSE": lse}
 
     def dq(self, rows: dict[str, Any]) -> Tensor:
-        dq = torch.empty_like(self.query, memory_format=torch.contiguous_format)
+        dq = gradient_like(self.query)
         if _is_empty(self.b, self.h, self.m):
             return dq
         tile = self.tile("backward_dq")
@@ -280,7 +284,7 @@ class _Run:
         return dq
 
     def dkdv(self, rows: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (self.key, self.value))
+        dk, dv = gradient_like(self.key), gradient_like(self.value)
         if _is_empty(self.b, self.h, self.n):
             return dk, dv
         tile = self.tile("backward_dkdv")
@@ -292,12 +296,40 @@ class _Run:
         )  # fmt: skip
         return dk, dv
 
+    def sums_in_one_tile(self, needs: Sequence[bool]) -> tuple[Gradient, ...] | None:
+        """The sums that `small` computes beside dQ, dK and dV; None where it cannot compute all that is needed."""
+        if self.mapped or not all(needs[:3]) or not is_small(self.spec, self.m, self.n, self.lengths["G"]):
+            return None
+        numbers = [c for c, needed in enumerate(needs[3:]) if needed]
+        return sums_of(self.program, [*numbers, *(i for i, n in self._looked_up() if n.head in numbers)])
+
+    def small(self, grad_out: Tensor, gradients: tuple[Gradient, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (gradient_like(t) for t in (self.query, self.key, self.value))
+        chunks = chunks_of_batches(self.b, self.h, bool(gradients))
+        totals = [self.query.new_empty((chunks, self.h, self.m, self.n), dtype=torch.float32) for _ in gradients]
+        tile = tile_of(self.m, self.n, bool(gradients))
+        if not _is_empty(self.b, self.h):
+            lengths = {k: v for k, v in self.lengths.items() if k != "NUM_BH"}
+            dims = {k: v for k, v in self.dims(tile).items() if k not in ("GROUP", "SHORT")}
+            self.launch(
+                "backward_small", tile, self.h * chunks, *gradients,
+                **self.operands, **self.captured, **self.seeded, **lengths, **dims, B=self.b, CHUNKS=chunks,
+                DO=grad_out, **strides("g", "bhmd", grad_out), DQ=dq, **strides("dq", "bhmd", dq),
+                DK=dk, **strides("dk", "bhnd", dk), DV=dv, **strides("dv", "bhnd", dv),
+                **{f"GRAD{i}": t for i, t in enumerate(totals)},
+            )  # fmt: skip
+        for gradient, total in zip(gradients, totals):
+            self.sums[gradient] = total.sum((0,) if "h" in gradient.axes else (0, 1), keepdim=True)
+        return dq, dk, dv
+
+    def _looked_up(self) -> list[tuple[int, Load]]:
+        """The captures that were gathered from tables, and the load each stands for."""
+        return list(enumerate(self.tables, len(self.captures) - len(self.tables)))
+
     def capture_gradient(self, number: int, capture: Tensor, rows: dict[str, Any], lse: Tensor) -> Tensor:
         """The sum over all places where the capture is read, in its dtype."""
         gradients = gradients_of(self.program, number)
-        looked_up = [
-            (i, n) for i, n in enumerate(self.tables, len(self.captures) - len(self.tables)) if n.head == number
-        ]
+        looked_up = [(i, n) for i, n in self._looked_up() if n.head == number]
         in_sink = self.program.sink is not None and number in captures_in(self.program.sink)
         if len(gradients) == 1 and not (in_sink or looked_up) and self._covers(gradients[0], capture):
             return self._place_gradient(gradients[0], rows, capture, capture.dtype).to(capture.dtype)
@@ -330,7 +362,7 @@ class _Run:
                 return values.permute([axes.index(d) for d in sorted(axes)])  # type: ignore[type-var]
             index, size = self._positions(gradient.scattered, gradient.load, searched, capture)
             shape = values.shape[len(searched) :]
-            values = sum_by_index(values.reshape(index.shape[0], *shape), index, size)
+            values = sum_by_position(values.reshape(index.shape[0], *shape), index, size)
             values = values.reshape([capture.shape[d] for d in gradient.scattered] + list(shape))
             axes = [*gradient.scattered, *rest]
         return values.permute([axes.index(d) for d in sorted(axes)])  # type: ignore[type-var]
@@ -382,6 +414,8 @@ class _Run:
 
         A tile's sum over batches and heads is cut into chunks where there are few tiles; their sum has a fixed order too.
         """
+        if gradient in self.sums:
+            return self.sums[gradient]
         tile = self.tile("backward_capture")
         tiles_m, tiles_n = cdiv(self.m, tile.block_m), cdiv(self.n, tile.block_n)
         groups, chunks = [capture.shape[d] for d in gradient.grouped], 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ..score.blocks import BLOCK, EMPTY, FULL, PARTIAL, block_mask
@@ -20,7 +21,6 @@ from ..score.grad import derivative, loads_of
 from ..score.region import Region, kv_region, q_region
 from .emit import (
     LN2,
-    LOG2E,
     Emitter,
     Place,
     capture_parameters,
@@ -30,10 +30,12 @@ from .emit import (
     range_lines,
     size_parameters,
 )
-from .facts import batches_share_tiles, is_tame, linear_scale, matrices_of, needs_residual
+from .facts import LOG2E, batches_share_tiles, is_tame, linear_scale, matrices_of, needs_residual, separated
 from .spec import KernelSpec
 
 _ZERO = const(0.0)
+# from this size of an LSE on its rounding shows beside that of the dtype: see Note [Large scores] in `delta`
+LARGE = {"float32": 8.0, "float16": 1024.0, "bfloat16": 4096.0}
 DRAWS = 1 << 16  # outcomes of one draw of dropout
 
 
@@ -44,6 +46,7 @@ class Phase:
     `loop`    the statements that open it and set start_m or start_n
     `filled`  a loop over the tiles that only a finite fill reaches
     `linear`  scores are kept as the raw products, `scale` goes into exp2
+    `log2`    scores are times log2(e), and lack `row`: see facts.Separated
     `exact`   see Note [Large scores] in the templates; in a backward kernel, that no residual is needed
     """
 
@@ -52,10 +55,12 @@ class Phase:
     loop: list[str]
     filled: bool = False
     linear: bool = False
+    log2: bool = False
     exact: bool = False
     scale: float = 1.0
     score: list[str] = field(default_factory=list)
     s: str = ""
+    row: str = ""
     keep: list[str] = field(default_factory=list)
     kept: str = ""
     weight: list[str] = field(default_factory=list)
@@ -139,6 +144,7 @@ _COLUMNS = Place(kv="offs_n[:, None]", kv_first="start_n", kv_local="local_n[:, 
 _TURNED_COLUMNS = Place(
     kv="offs_n[None, :]", kv_first="start_n", kv_local="local_n[None, :]", kv_mask="mask_n[None, :]"
 )  # fmt: skip
+_FIRST_QUERY = {"q0": "start_m"}
 _TILE_RANGE = {"q0": "start_m", "q1": "last_m", "k0": "start_n", "k1": "last_n"}
 
 
@@ -146,7 +152,7 @@ def _query_major(masked: bool) -> Place:
     """A tile [BLOCK_M, BLOCK_N] in a loop over keys."""
     return replace(
         _ROWS, score="qk", kv="offs_n[None, :]", kv_first="start_n", kv_local="local_n[None, :]",
-        kv_mask="mask_n[None, :]" if masked else "",
+        kv_mask="mask_n[None, :]" if masked else "", extra=_FIRST_QUERY,
     )  # fmt: skip
 
 
@@ -154,7 +160,7 @@ def _key_major(masked: bool) -> Place:
     """A tile [BLOCK_N, BLOCK_M] in a loop over queries."""
     return replace(
         _COLUMNS, score="qk", q="offs_m[None, :]", q_first="start_m", q_local="local_m[None, :]",
-        q_mask="mask_m[None, :]" if masked else "",
+        q_mask="mask_m[None, :]" if masked else "", extra=_FIRST_QUERY,
     )  # fmt: skip
 
 
@@ -180,7 +186,7 @@ def _common(spec: KernelSpec) -> dict[str, Any]:
         "has_sink": program.sink is not None,
         "has_weight": program.weight is not None,
         "exact": not needs_residual(spec),  # no residual: see Note [Large scores] in `delta`
-        "large": "8.0" if spec.dtype == "float32" else "256.0",
+        "large": repr(LARGE[spec.dtype]),
         "slope_scale": "" if scale is None else literal(scale.head, "float"),
         "fill": fill is not None,
         "top": literal(fill.top.head, "float") if fill is not None and isinstance(fill.top, Const) else "",
@@ -189,9 +195,26 @@ def _common(spec: KernelSpec) -> dict[str, Any]:
         "LN2": repr(LN2),
         "widen": ".to(tl.float32)" if spec.widen else "",
         "precision": f', input_precision="{spec.precision}"' if spec.precision else "",
+        "add_dot": partial(_add_dot, spec.precision),
+        "whole": False,  # a tile holds all keys of a row
+        "total": "",
         "batches_first": batches_share_tiles(program),
         "causal_like": _stops_late(kv_region(_inner(spec))),
     }
+
+
+def _add_dot(precision: str | None, total: str, a: str, b: str) -> str:
+    """The statement that adds a product to a float32 total.
+
+    The ordinary units add its terms to the total one by one, each rounded at the total's size: over long sequences that
+    is what their error is made of. So a product is summed from zero and added once, which Triton undoes unless
+    max_num_imprecise_acc, without meaning for these units, is set.
+    """
+    if precision is None:
+        return f"{total} = tl.dot({a}, {b}, {total})"
+    if precision == "ieee":
+        return f'{total} += tl.dot({a}, {b}, input_precision="ieee", max_num_imprecise_acc=1)'
+    return f'{total} = tl.dot({a}, {b}, {total}, input_precision="{precision}")'
 
 
 def _dropout(p: float) -> dict[str, Any]:
@@ -315,7 +338,9 @@ class _Loops:
 
     def roots(self) -> list[Expr]:
         programs = dict.fromkeys(self.variants().values())
-        return [e for p in programs for e in (p.score, p.keep, p.weight, *self.slopes(p).values()) if e is not None]
+        apart = None if self.natural else separated(self.spec)
+        scores = {p: [p.score] if apart is None else [apart.score2, apart.row] for p in programs}
+        return [e for p in programs for e in (*scores[p], p.keep, p.weight, *self.slopes(p).values()) if e is not None]
 
     def emit(self, phase: Phase, e: Emitter) -> None:
         """Fills in the texts of a phase."""
@@ -323,6 +348,11 @@ class _Loops:
         self._choose_form(phase, program)
         if phase.linear:
             phase.s = "qk"
+        elif phase.log2:
+            apart = separated(self.spec)
+            assert apart is not None
+            phase.s = e.value(apart.score2, "float")
+            phase.row = e.value(apart.row, "float") if self.backward else ""
         else:
             phase.s = e.value(program.score, "float")
             if "score" not in names_in(program.score):  # not a full tile of its own
@@ -334,7 +364,10 @@ class _Loops:
         if program.weight is not None:
             phase.w = e.value(program.weight, "float")
             phase.weight = e.take()
-        for name, slope in self.slopes(program).items():
+        self.emit_slopes(phase, self.slopes(program), e)
+
+    def emit_slopes(self, phase: Phase, slopes: dict[str, Expr], e: Emitter) -> None:
+        for name, slope in slopes.items():
             if slope is not _ZERO:
                 setattr(phase, name, e.value(slope, "float"))
         phase.slope = e.take()
@@ -345,8 +378,11 @@ class _Loops:
             phase.exact = not needs_residual(replace(self.spec, program=str(program)))
         else:
             phase.exact = scale is not None or is_tame(program.score)
-        if scale is not None and phase.exact and not self.natural:
+        if self.natural:
+            return
+        if scale is not None and phase.exact:
             phase.linear, phase.scale = True, scale
+        phase.log2 = separated(self.spec) is not None
 
 
 def _over_keys(loops: _Loops) -> dict[str, Any]:
@@ -365,11 +401,11 @@ def _over_queries(loops: _Loops, major: str = "key") -> dict[str, Any]:
     roots = loops.roots()
     columns, tile = (_COLUMNS, _key_major) if major == "key" else (_TURNED_COLUMNS, _turned)
     outer = Emitter(loops.spec, replace(columns, extra=_TILE_RANGE))
-    outer.hoist(roots, frozenset({"q_idx", "score", "h"}))
+    outer.hoist(roots, frozenset({"q_idx", "q0", "score", "h"}))
     hoisted = outer.take()
     bounds, phases = _bounds_and_phases(loops, outer, "m", q_region)
     per_head = Emitter(loops.spec, columns, outer)
-    per_head.hoist(roots, frozenset({"q_idx", "score"}))
+    per_head.hoist(roots, frozenset({"q_idx", "q0", "score"}))
     for phase in phases:
         loops.emit(phase, Emitter(loops.spec, tile(phase.masked), per_head))
     walks, head = loops.fill is not None, per_head.take()
@@ -418,7 +454,14 @@ def _sink(spec: KernelSpec, place: Place = _ROWS) -> dict[str, Any]:
 
 
 def forward_context(spec: KernelSpec) -> dict[str, Any]:
-    return {**_common(spec), **_over_keys(_Loops(spec, backward=False)), **_sink(spec)}
+    return {**_common(spec), **_over_keys(_Loops(spec, backward=False)), **_sink(spec), **_row(spec)}
+
+
+def _row(spec: KernelSpec) -> dict[str, Any]:
+    """What the scores of a row lack until LSE is known: [BLOCK_M, 1] or scalar."""
+    apart, e = separated(spec), Emitter(spec, replace(_ROWS, extra=_FIRST_QUERY))
+    row = "" if apart is None else e.value(apart.row, "float")
+    return {"row_lines": e.take(), "row": row}
 
 
 _PACKED = Place(q="offs_m[:, None]", q_first="0", q_local="offs_m[:, None]", extra={"h": "offs_h[:, None]"})
@@ -535,6 +578,29 @@ def backward_capture_context(spec: KernelSpec, gradient: Gradient) -> dict[str, 
     return {**_common(spec), **over(loops), "grouped": (), **facts}
 
 
+def backward_small_context(spec: KernelSpec, *gradients: Gradient) -> dict[str, Any]:
+    """Text of a program that owns a whole head and loops over batches."""
+    loops = _Loops(spec, _score_slopes(spec), natural=True, walks=False)
+    loads = [_load_slopes(g.load)(spec.parsed) for g in gradients]
+    outer = Emitter(spec, replace(_query_major(True), score="", extra=_TILE_RANGE))
+    outer.hoist([*loops.roots(), *(e for slopes in loads for e in slopes.values())], frozenset({"b", "score"}))
+    hoisted, phase = outer.take(), Phase("tile", True, [])
+    inner = Emitter(spec, _query_major(True), outer)
+    loops.emit(phase, inner)
+    totals = [Phase("tile", True, []) for _ in gradients]
+    for part, slopes in zip(totals, loads):
+        loops.emit_slopes(part, slopes, inner)
+    scale = _slope_scale(spec)
+    times = "" if scale is None else f" * {literal(scale.head, 'float')}"
+    stores = [
+        ("dq", "dq" + times, "dq_ptrs", "m", "mask_m[:, None] & mask_d[None, :]"),
+        ("dk", "dk" + times, "dk_ptrs", "n", "mask_n[:, None] & mask_d[None, :]"),
+        ("dv", "dv", "dv_ptrs", "n", "mask_n[:, None] & mask_dv[None, :]"),
+    ]
+    found = {"phase": phase, "hoisted": hoisted, "gradients": gradients, "totals": totals, "stores": stores}
+    return {**_common(spec), **found, "whole": True, "walks": False}
+
+
 _NOTATION = {
     "row": {"layout": "[B, H, M] float32", "notation": "Tiles are [BLOCK_M, BLOCK_N]."},
     "column": {"layout": "[B, H, N] float32", "notation": "Tiles are [BLOCK_N, BLOCK_M]."},
@@ -549,6 +615,7 @@ CONTEXTS = {
     "backward_dkdv": backward_dkdv_context,
     "backward_dq": backward_dq_context,
     "backward_capture": backward_capture_context,
+    "backward_small": backward_small_context,
     "block_kinds": block_kinds_context,
     "block_lists": block_lists_context,
 }

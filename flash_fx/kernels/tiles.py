@@ -53,17 +53,17 @@ _HALF = {
     "delta": [(64, Tile(64, 64, 4, 2)), (128, Tile(64, 64, 4, 2)), (256, Tile(64, 32, 4, 1)), (512, Tile(32, 32, 4, 1))],
 }  # fmt: skip
 # 16-bit sequences that are over after a few tiles, by the greatest length: head dims up to 128, measured in the same way.
-# From 65 on, where a tile of 64 keys is ragged or masked, or the head dim is above 64.
 _SHORT = {
     "forward": [(16, Tile(16, 16, 1, 1)), (32, Tile(32, 16, 1, 2)), (64, Tile(64, 32, 4, 2)), (256, Tile(64, 32, 4, 3))],
     "backward_dkdv": [
-        (16, Tile(16, 16, 1, 1)), (32, Tile(32, 16, 1, 2)), (64, Tile(32, 64, 4, 1)), (256, Tile(32, 64, 4, 2)),
+        (16, Tile(16, 16, 1, 1)), (32, Tile(32, 16, 1, 2)), (64, Tile(32, 64, 4, 1)), (256, Tile(32, 64, 4, 3)),
     ],
     "backward_dq": [
         (16, Tile(16, 16, 1, 1)), (32, Tile(32, 16, 1, 2)), (64, Tile(64, 32, 4, 2)), (256, Tile(64, 32, 4, 3)),
     ],
     "delta": [(16, Tile(16, 16, 1, 1)), (32, Tile(32, 16, 1, 1))],
 }  # fmt: skip
+_SHORT_AND_WIDE = {"backward_dq": Tile(128, 32, 8, 3)}  # from 65 on, head dims above 64
 # float32 with "ieee" dots runs on the ordinary units: everything must stay in registers
 _FULL = {
     "forward": [(64, Tile(32, 32, 4, 2)), (128, Tile(32, 32, 8, 1)), (256, Tile(16, 32, 8, 1))],
@@ -93,14 +93,19 @@ def tile_for(kind: str, spec: KernelSpec, shared_limit: int = HOPPER_SHARED, lon
     table = _HALF if spec.dtype != "float32" else _FULL if spec.precision == "ieee" else _TF32
     width = padded(max(spec.d, spec.dv))
     tile = _short(kind, spec, width, longest) or next(t for greatest, t in table[kind] if width <= greatest)
+    if longest <= 64 < tile.block_m:
+        tile = replace(tile, block_m=64, num_warps=4)
     return fit(kind, spec, tile, shared_limit)
 
 
 def _short(kind: str, spec: KernelSpec, width: int, longest: int) -> Tile | None:
     if spec.dtype == "float32" or width > 128 or matrices_of(spec.parsed):
         return None
-    if longest > 64 and longest % 64 == 0 and width <= 64 and spec.parsed.keep is None:
-        return None
+    even = longest % 64 == 0 and width <= 64 and spec.parsed.keep is None
+    if kind == "forward" and longest > 64 and even:
+        return None  # tiles of 64 keys are neither ragged nor masked
+    if 64 < longest <= 256 and width > 64 and kind in _SHORT_AND_WIDE:
+        return _SHORT_AND_WIDE[kind]
     return next((t for greatest, t in _SHORT.get(kind, []) if longest <= greatest), None)
 
 

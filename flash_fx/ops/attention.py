@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op, triton_op
 
+from ..layout import gradient_like
 from ..score.blocks import block_shape
 from ..score.expr import Program
 from ..score.text import parse
@@ -115,7 +116,8 @@ def _attention_backward(
         kv_blocks,
         q_blocks,
     )
-    return [g.contiguous() for g in grads]
+    operands = sum(needs[:3])
+    return [*grads[:operands], *(g.contiguous() for g in grads[operands:])]
 
 
 @triton_op("flash_fx::block_map", mutates_args=())
@@ -196,8 +198,13 @@ def _backward_shapes(
     needs: Sequence[bool],
     *_: Any,
 ) -> list[Tensor]:
-    inputs = (query, key, value, *captures)
-    return [t.new_empty(t.shape) for t, needed in zip(inputs, needs, strict=True) if needed]
+    ordered = gradient_like if uses_triton(query.device) else _contiguous_like
+    found = [*map(ordered, (query, key, value)), *map(_contiguous_like, captures)]
+    return [t for t, needed in zip(found, needs, strict=True) if needed]
+
+
+def _contiguous_like(t: Tensor) -> Tensor:
+    return t.new_empty(t.shape)
 
 
 @_block_map.register_fake

@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 
 from flash_fx.kernels.plan import gradients_of
 from flash_fx.kernels.render import load_kernel
+from flash_fx.kernels.small import SMALL, tile_of
 from flash_fx.kernels.spec import CaptureFact, KernelSpec
 from flash_fx.kernels.tiles import Tile, padded, tile_for
 
@@ -32,7 +33,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }  # fmt: skip
 _INTEGERS = {
-    "H", "G", "M", "N", "NUM_BH", "NUM_BK", "CHUNKS", "SPLIT", "SPLITS", "ROWS", "COLS",
+    "B", "H", "G", "M", "N", "NUM_BH", "NUM_BK", "CHUNKS", "SPLIT", "SPLITS", "ROWS", "COLS",
     "stride_lb", "stride_lh", "stride_row", "stride_col",
 }  # fmt: skip
 UNTILED = ("combine", "block_kinds", "block_lists")
@@ -41,9 +42,9 @@ SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx94
 
 def build(template: str, spec: KernelSpec, target: str, tile: Tile | None = None, even: bool = True) -> Any:
     """The compiled kernel, with the last strides 1 and everything else a multiple of 16."""
-    context = gradients_of(spec.parsed, 0)[:1] if template == "backward_capture" else []
+    context = gradients_of(spec.parsed, 0)[:1] if template in ("backward_capture", "backward_small") else []
     kernel = load_kernel(template, spec, *context)
-    tile = tile or (Tile(32, 128, 4, 1) if template in UNTILED else tile_for(template, spec, SHARED[target]))
+    tile = tile or _tile(template, spec, SHARED[target])
     constants: dict[str, Any] = {
         "D": spec.d, "D_V": spec.dv, "BLOCK_D": padded(spec.d), "BLOCK_DV": padded(spec.dv), "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n, "GROUP": 8, "WIDTH": 128, "BLOCK_S": 16, "EVEN_M": even, "EVEN_N": even, "SHORT": False,
@@ -61,6 +62,12 @@ def build(template: str, spec: KernelSpec, target: str, tile: Tile | None = None
     return triton.compile(source, target=TARGETS[target], options=options)
 
 
+def _tile(template: str, spec: KernelSpec, shared: int) -> Tile:
+    if template == "backward_small":
+        return tile_of(SMALL, SMALL, bool(spec.captures))
+    return Tile(32, 128, 4, 1) if template in UNTILED else tile_for(template, spec, shared)
+
+
 def _type(name: str, spec: KernelSpec, constants: dict[str, Any]) -> str:
     capture = re.fullmatch(r"C(\d+)", name)
     if capture:
@@ -73,7 +80,7 @@ def _type(name: str, spec: KernelSpec, constants: dict[str, Any]) -> str:
         if last:
             constants[name] = 1
         return "constexpr" if last else "i32"
-    if name in ("LSE", "DELTA", "RESIDUAL", "TOP", "LOW", "PART", "TOPS", "SUMS"):
+    if name in ("GRAD0", "LSE", "DELTA", "RESIDUAL", "TOP", "LOW", "PART", "TOPS", "SUMS"):
         return "*fp32"
     if name in ("BLOCKS", "LISTS", "KINDS"):
         return "*i8" if name == "KINDS" else "*i32"

@@ -34,6 +34,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture(autouse=True)
 def _all_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths here are small, yet the loops of long sequences are what is tested."""
+    """Lengths here are small, yet the kernels and loops of long sequences are what is tested."""
     if "flash_fx.kernels.launch" in sys.modules:
         monkeypatch.setattr("flash_fx.kernels.launch.SHORT", 0)
+        monkeypatch.setattr("flash_fx.kernels.small.SMALL", 0)

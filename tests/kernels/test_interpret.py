@@ -18,6 +18,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton")
 
 from flash_fx.kernels import launch, tiles
+from flash_fx.kernels.facts import separated
 from flash_fx.kernels.plan import DRAWS
 from flash_fx.kernels.tiles import Tile
 from flash_fx.score.evaluate import reference
@@ -284,6 +285,45 @@ def test_one_capture_read_twice() -> None:
 )
 def test_scores(text: str) -> None:
     check(text, [randn(2)] if "c0" in text else [])
+
+
+DISTANCES = [
+    "score * 0.3 + c0[h] * float(kv_idx - q_idx); keep = kv_idx <= q_idx + 16",
+    "score * 0.3 - float(q_idx - kv_idx) * c0[h] * 0.5",
+    "score * 0.3 + float(kv_idx * 3 + kv_len - q_idx * 3) * -0.125 + c0[h]; sink = c0[h]",
+    "c0[h] * -float(q_idx - kv_idx) + score / 3.0 - 7.0; keep = kv_idx % 3 < q_idx; weight = c0[h]; empty = 0.0",
+]
+
+
+@pytest.mark.parametrize("text", DISTANCES)
+@pytest.mark.parametrize("h, hk", [(2, 2), (4, 2)])
+def test_scores_by_distance(text: str, h: int, hk: int) -> None:
+    """16-bit kernels take the two indices apart."""
+    program = parse(f"score = {text}")
+    q, _, v, _ = operands(Shape(), torch.float16)
+    assert separated(launch.make_spec(q, v, [randn(2)], 0, program)) is not None
+    shape, slopes = Shape(h=h, hk=hk, d=8, dv=8), [randn(h)]
+    tensors = operands(shape, torch.float16)
+    with tiles.override(SMALL):
+        ours = kernels(tensors, slopes, [], program)
+    half, golden = (autograd(tensors, slopes, [], program, t) for t in (torch.float16, torch.float64))
+    compare(ours[:5], half[:5], golden[:5], torch.float16)
+    # sums of ds * distance over a head, where DELTA has the rounding of a 16-bit result
+    torch.testing.assert_close(ours[5].double(), golden[5], rtol=0.02, atol=1.0)
+
+
+NOT_APART = [
+    "score * 0.3 + c0[h] * float(kv_idx + q_idx)", "score * 0.3 + c0[h] * float(abs(kv_idx - q_idx))",
+    "score * c0[h] + float(kv_idx - q_idx)", "score * -0.3 + float(kv_idx - q_idx)", "score * 0.3 + c0[h]",
+    "score * 0.3 + c0[kv_idx] * float(kv_idx - q_idx)", "score * 0.3 + 1e9 * float(kv_idx - q_idx)",
+    "score + score + float(kv_idx - q_idx)", "where(kv_idx < 9, score + float(kv_idx - q_idx), -1e9)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("score", NOT_APART)
+def test_scores_that_stay_whole(score: str) -> None:
+    q, _, v, _ = operands(Shape(), torch.float16)
+    assert separated(launch.make_spec(q, v, [randn(2)], 0, parse(f"score = {score}"))) is None
 
 
 def test_bool_masks_and_documents() -> None:

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "flash_fx"
 # the first name of a module inside the package -> its floor; siblings on a floor that may not meet are in APART
 FLOORS = {
     **dict.fromkeys(["errors", "limits", "options", "reject", "report", "version", "compat"], 0),
-    **dict.fromkeys(["score", "scatter"], 1),
+    **dict.fromkeys(["layout", "score", "scatter"], 1),
     **dict.fromkeys(["match", "kernels", "tiled", "cpu_sdpa"], 2),
     **dict.fromkeys(["ops", "fingerprint"], 3),
     **dict.fromkeys(

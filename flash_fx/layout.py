@@ -1,0 +1,16 @@
+"""The memory order of what is computed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def gradient_like(t: Tensor) -> Tensor:
+    """Uninitialised, of the shape of `t` and dense, in its order of dimensions where its rows lie in memory.
+
+    Queries that were [B, M, H, D] before a transpose get their gradient as the transpose of a [B, M, H, D]: whatever
+    undoes the transpose is then a view. A shape alone gives [B, H, M, D], and a copy for each of q, k and v.
+    """
+    rows = isinstance(t.stride(-1), int) and t.stride(-1) == 1 and all(isinstance(s, int) for s in t.stride())
+    return torch.empty_like(t) if rows and 0 not in t.stride() else t.new_empty(t.shape)
