@@ -498,13 +498,24 @@ def _remember_accesses() -> None:
     compat.remember_kernel_accesses(is_rendered)
 
 
+@cache
+def _with_options(kernel: Any, num_warps: int, num_stages: int) -> Any:
+    """The kernel with one configuration.
+
+    Options given at a launch would make a new kernel object of each, and PyTorch parses the source of every object.
+    """
+    import triton
+
+    return triton.autotune([triton.Config({}, num_warps=num_warps, num_stages=num_stages)], key=[])(kernel)
+
+
 def launch_kernel(kernel: Any, tile: Tile, programs: Size, interpret: bool, **arguments: Any) -> None:
     if interpret:
         kernel[(programs,)](**arguments)
     else:
         _remember_accesses()
-        traceable = torch.library.wrap_triton(kernel)
-        traceable[(programs,)](**arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
+        traceable = torch.library.wrap_triton(_with_options(kernel, tile.num_warps, tile.num_stages))
+        traceable[(programs,)](**arguments)
 
 
 def strides(letter: str, axes: str, tensor: Tensor) -> dict[str, Size]:

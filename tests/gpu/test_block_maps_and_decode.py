@@ -121,7 +121,10 @@ def cached(q, k, v, length):
 @pytest.mark.parametrize(("n", "d"), [(4097, 128), (700, 80), (2048, 256), (1024, 64)])
 @pytest.mark.parametrize(("heads", "groups", "m"), [(32, 8, 1), (8, 8, 1), (8, 1, 3)])
 def test_decode(dtype, n, d, heads, groups, m):
-    check(grouped, [randn(2, heads, m, d, dtype=dtype), *(randn(2, groups, n, d, dtype=dtype) for _ in range(2))])
+    # a product over 256 channels is summed in order here, in parts by cuBLAS for a single row
+    slack = 3.0 if (dtype, d) == (torch.float32, 256) else 1.0
+    tensors = [randn(2, heads, m, d, dtype=dtype), *(randn(2, groups, n, d, dtype=dtype) for _ in range(2))]
+    check(grouped, tensors, slack=slack)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

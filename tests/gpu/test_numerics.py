@@ -96,7 +96,8 @@ def grouped(q, k, v):
 def test_head_dims(dtype, d):
     if d == 512 and dtype == torch.float32:
         pytest.skip("left alone")
-    check(plain, [randn(2, 3, n, d, dtype=dtype) for n in (300, 257, 257)])
+    lengths = (600, 520, 520) if d == 512 else (300, 257, 257)  # fewer scores than channels cost more fused
+    check(plain, [randn(2, 3, n, d, dtype=dtype) for n in lengths])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
