@@ -51,7 +51,7 @@ class Puller:
 
     def pull(self, node: Node, index: Index) -> Expr:
         if node in self.cone or node in self.ends:
-            found = self._inline(node, index)
+            found = self.inline(node, index)
             if found is None:
                 raise Reject(self._reason(), node, f"through {_describe(node)}")
             return found
@@ -75,7 +75,7 @@ class Puller:
     def _inline_if_small(self, node: Node, index: Index) -> Expr | None:
         """The value as arithmetic, unless a tensor of fewer axes than the scores would do as well."""
         spans = M in _names(index) and N in _names(index)
-        found = self._inline(node, index)
+        found = self.inline(node, index)
         if found is None or (not spans and _has_load(found)):
             return None
         return None if self._is_sum_of_matrices(node, found) else found
@@ -86,7 +86,8 @@ class Puller:
         size = str(node.meta["val"].numel()) if len(read) > 1 and node not in self.cone else ""
         return bool(size) and all(str(self.captures[i].meta["val"].numel()) == size for i in read)
 
-    def _inline(self, node: Node, index: Index) -> Expr | None:
+    def inline(self, node: Node, index: Index) -> Expr | None:
+        """The value by what it is made from, None where it can only be read."""
         key = (node, index)
         if key not in self._memo:
             self._memo[key] = self._inline_uncached(node, index)
