@@ -26,11 +26,10 @@ from torch.fx import GraphModule, Interpreter, Node
 from .. import compat
 
 _LEAVES = frozenset({
-    F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.gelu, F.silu, F.relu, F.cross_entropy,
+    F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.cross_entropy,
     F.conv1d, F.conv2d, F.conv3d, F.conv_transpose2d, F.interpolate, F.mse_loss,
     torch.conv1d, torch.conv2d, torch.conv3d, torch.layer_norm,
-    torch._C._nn.gelu, torch.ops.aten.layer_norm.default,
-    torch.ops.aten.conv2d.default, torch.ops.aten.gelu.default,
+    torch.ops.aten.layer_norm.default, torch.ops.aten.conv2d.default,
 })  # fmt: skip
 
 
@@ -196,7 +195,7 @@ def resembles_softmax(n: Node) -> bool:
     """A softmax, or an exponential that may be part of one."""
     target = target_name(n)
     by_name = "softmax" in target or "softmin" in target or target == "multi_head_attention_forward"
-    return by_name or target.split(".")[0] in ("exp", "exp_")
+    return by_name or target.split(".")[0] in ("exp", "exp_", "exp2", "exp2_")
 
 
 def _relevant(graph: torch.fx.Graph) -> set[Node]:

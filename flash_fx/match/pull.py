@@ -388,6 +388,8 @@ class Puller:
         """`x[mask] = number`, `x[..., a:b] = y`, `x[..., i] = y` as they are without writing in place."""
         if operation == "index_put":
             return self._masked_write(node, index)
+        if operation == "diagonal_scatter":
+            return choose(*self._diagonal_write(node, index), self.pull(node.args[0], index))  # type: ignore[arg-type]
         axis = int(node.args[2] if len(node.args) > 2 else 0) % len(index)  # type: ignore[arg-type]
         found = (self._slice_write if operation == "slice_scatter" else self._select_write)(node, axis, index)
         return None if found is None else choose(*found, self.pull(node.args[0], index))  # type: ignore[arg-type]
@@ -399,6 +401,17 @@ class Puller:
             return None
         new = self.pull(node.args[1], (*index[:axis], *index[axis + 1 :]))  # type: ignore[arg-type]
         return compare("eq", index[axis], at), new
+
+    def _diagonal_write(self, node: Node, index: Index) -> tuple[Expr, Expr]:
+        offset, first, second = [*node.args[2:], 0, 0, 1][:3] if len(node.args) < 5 else node.args[2:5]
+        rank = len(index)
+        row, column = index[first % rank], index[second % rank]  # type: ignore[operator]
+        inside = compare("eq", column, ix.add(row, const(offset)))  # type: ignore[arg-type]
+        rest = [i for p, i in enumerate(index) if p not in (first % rank, second % rank)]  # type: ignore[operator]
+        self.partial += 1
+        new = self.pull(node.args[1], (*rest, row if offset >= 0 else column))  # type: ignore[arg-type, operator]
+        self.partial -= 1
+        return inside, _read_only_where(inside, new)
 
     def _slice_write(self, node: Node, axis: int, index: Index) -> tuple[Expr, Expr] | None:
         first, _, step = [*node.args[3:], *[None] * 3][:3]

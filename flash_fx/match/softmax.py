@@ -182,8 +182,10 @@ def _softmax_for(twin: Twin, old: Node, x: Node, dim: int, sink: Any = None, *, 
 
 
 def _copies(twin: Twin) -> None:
-    """`copy(x, y)` is y with the shape and dtype of x, whose values nobody reads."""
+    """`copy(x, y)` is y with the shape and dtype of x, whose values nobody reads; nor does `fill(x, 0)`."""
     for node in list(twin.graph.nodes):
+        if node.target is aten.fill.Scalar and not node.meta.get("stop"):
+            _take_place(twin, node, _expanded(twin, node, node.args[1]))
         if node.target is not aten.copy.default or node.meta.get("stop"):
             continue
         val, source = node.meta["val"], node.args[1]
@@ -193,6 +195,15 @@ def _copies(twin: Twin) -> None:
         if _texts(source) != _texts(node):
             source = _insert(twin, node, aten.expand.default, source, list(val.shape), val=val, like=source)
         _take_place(twin, node, source)
+
+
+def _expanded(twin: Twin, node: Node, number: Any) -> Node:
+    """A number in the shape and dtype of the node."""
+    val = node.meta["val"]
+    scalar = _insert(twin, node, aten.scalar_tensor.default, number, dtype=val.dtype, val=val.new_empty(()), like=node)
+    new = _insert(twin, node, aten.expand.default, scalar, list(val.shape), val=val, like=node)
+    twin.requires_grad -= {scalar, new}
+    return new
 
 
 def _dropouts(twin: Twin) -> None:
@@ -254,7 +265,8 @@ def _quotient(node: Node) -> tuple[Node, Node] | None:
     if operation == "mul":
         for a, b in (node.args, reversed(node.args)):
             inverse = peel(b)
-            if _is(inverse, "reciprocal") and isinstance(a, Node):
+            inverts = _is(inverse, "reciprocal") or (_is(inverse, "pow") and inverse.args[1] == -1)
+            if inverts and isinstance(a, Node):
                 return a, inverse.args[0]  # type: ignore[return-value]
     return None
 
@@ -267,7 +279,7 @@ def _normalised(twin: Twin, numerator: Node, denominator: Node, before: Node) ->
     total, others = None, []
     for term in _terms(_without_floor(denominator, exponential)):
         reduced = _reduction(term, ("sum",))
-        if total is None and reduced is not None and peel(reduced[0]) is exponential:
+        if total is None and reduced is not None and _is_same_value(reduced[0], exponential):
             total = reduced
         else:
             others.append(term)
@@ -283,6 +295,9 @@ def _exponent(twin: Twin, node: Any, before: Node) -> Node | None:
     """z where the node is exp(z), or exp(z) with zeros where a mask says so, which is exp(-inf)."""
     if _is(node, "exp"):
         return node.args[0]
+    if _is(node, "exp2"):
+        z: Node = node.args[0]
+        return _insert(twin, before, aten.mul.Tensor, z, math.log(2), val=z.meta["val"], like=z)
     if not _is(node, "masked_fill", "where", "mul"):
         return None
     found = _zeroed(node)
@@ -292,12 +307,31 @@ def _exponent(twin: Twin, node: Any, before: Node) -> Node | None:
     inner = peel(kept)
     if not _is(inner, "exp"):
         return None
-    z: Node = inner.args[0]  # type: ignore[assignment]
+    z = inner.args[0]  # type: ignore[assignment]
     val = z.meta["val"]
     fill = _insert(twin, before, aten.scalar_tensor.default, -math.inf, dtype=val.dtype, val=val.new_empty(()), like=z)
     twin.requires_grad.discard(fill)
     branches = (fill, z) if inverted else (z, fill)
     return _insert(twin, before, aten.where.self, condition, *branches, val=val.expand(_shape(node)), like=z)
+
+
+def _is_same_value(a: Any, b: Any, depth: int = 8) -> bool:
+    """The same node but for memory and dtype, or the same operations on such nodes."""
+    a, b = peel(a), peel(b)
+    if a is b or not isinstance(a, Node) or not isinstance(b, Node):
+        return a is b or (type(a) is type(b) and isinstance(a, (int, float, bool)) and a == b)
+    known = table.name_of(a) in table.POINTWISE or a.target in _REDUCTIONS or table.name_of(a) in ("expand", "getitem")
+    alike = (
+        depth > 0 and known and a.target is b.target and not a.kwargs and not b.kwargs and len(a.args) == len(b.args)
+    )
+    stopped = any(n.meta.get("stop") for n in (a, b))
+    return alike and not stopped and all(_same_argument(x, y, depth - 1) for x, y in zip(a.args, b.args, strict=True))
+
+
+def _same_argument(a: Any, b: Any, depth: int) -> bool:
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same_argument, a, b, [depth] * len(a)))
+    return _is_same_value(a, b, depth)
 
 
 def _zeroed(node: Node) -> tuple[Node, Node, bool] | None:
@@ -622,6 +656,8 @@ def _without_shift(twin: Twin, z: Any, dim: int, before: Node) -> Node | None:
     x, shift = _split_shift(z, dim) if table.name_of(z) == "sub" else (z, None)
     if shift is not None:
         return x
+    if (turned := _subtracted_from_shift(z, dim)) is not None:
+        return _insert(twin, before, aten.neg.default, turned, val=z.meta["val"], like=z)
     for position in _shiftable(z, dim):
         inner = _without_shift(twin, z.args[position], dim, before)
         if inner is not None:
@@ -633,6 +669,15 @@ def _without_shift(twin: Twin, z: Any, dim: int, before: Node) -> Node | None:
                 twin.stops.add(new)
             return new
     return None
+
+
+def _subtracted_from_shift(z: Node, dim: int) -> Node | None:
+    """x of c - x"""
+    if not _is(z, "sub") or z.kwargs or not all(isinstance(a, Node) for a in z.args):
+        return None
+    c, x = z.args
+    shifts = _is_row_constant(c, x, dim) and _depends_on_product(c) and _is_maximum(c)  # type: ignore[arg-type]
+    return x if shifts and _same_shape(x, z) else None  # type: ignore[arg-type, return-value]
 
 
 def _shiftable(z: Node, dim: int) -> tuple[int, ...]:
