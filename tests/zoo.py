@@ -169,6 +169,11 @@ def rank_two(q, k, v):
     return torch.mm(torch.softmax(torch.mm(q, k.t()) * 0.25, 1), v)
 
 
+@row(*qkv(), T((H, D, D)), program=PLAIN)
+def bilinear_scores(q, k, v, w):
+    return (torch.einsum("bhmd,hde,bhne->bhmn", q, w, k) * 0.25).softmax(-1) @ v
+
+
 @row(*floats((M, D), (N, D), (N, D)), program=PLAIN)
 def linear_of_activations(q, k, v):
     return F.linear((F.linear(q, k) * 0.25).softmax(-1), v.t())
@@ -316,6 +321,44 @@ def clamped_score(q, k, v):
 @row(*qkv(), program="score = tanh(score * 0.25 / 5.0) * 5.0")
 def soft_cap(q, k, v):
     return (torch.tanh(q @ k.mT * 0.25 / 5.0) * 5.0).softmax(-1) @ v
+
+
+ACTIVATIONS = {
+    "relu": (F.relu, "where(score <= 0, 0, score)"),
+    "relu6": (F.relu6, "where(score <= 0.0, 0.0, where(score >= 6.0, 6.0, score))"),
+    "at_least_0": (lambda s: s.clamp(min=0), "where(score < 0, 0.0, score)"),
+    "leaky_relu": (lambda s: F.leaky_relu(s, 0.25), "where(score > 0.0, score, score * 0.25)"),
+    "elu": (F.elu, "t0 = score > 0.0; score = where(t0, score, expm1(where(t0, 0.0, score)))"),
+    "gelu": (F.gelu, "score * 0.5 * (erf(score * 0.7071067811865476) + 1.0)"),
+    "silu": (F.silu, "score * sigmoid(score)"),
+    "softplus": (F.softplus, "maximum(score, 0.0) + log1p(exp(-abs(score)))"),
+    "mish": (F.mish, "score * tanh(maximum(score, 0.0) + log1p(exp(-abs(score))))"),
+}
+
+
+def activated(activation):
+    def fn(q, k, v):
+        q = q - q.detach() * (torch.arange(q.size(2)) < 2)[:, None]  # some scores are exactly 0
+        return activation(q @ k.mT).softmax(-1) @ v
+
+    return fn
+
+
+for _name, (_activation, _text) in ACTIVATIONS.items():
+    _program = _text if _text.startswith("t0") else f"score = {_text}"
+    CASES.append(Case(f"scores_through_{_name}", lambda a=_activation: activated(a), qkv(), program=(_program,)))
+
+
+@row(*qkv(), program="score = -score")
+def maximum_minus_scores(q, k, v):
+    s = q @ k.mT
+    return (s.amax(-1, keepdim=True) - s).softmax(-1) @ v
+
+
+@left(*qkv(m=N), reason="score-not-pointwise")
+def maximum_over_queries_minus_scores(q, k, v):
+    s = q @ k.mT
+    return (s.amax(-2, keepdim=True) - s).softmax(-1) @ v
 
 
 @row(*qkv(), verdict="leave", sites=0)
@@ -848,6 +891,12 @@ CASES.append(Case("single_query", lambda: half_power, qkv(m=1), program=("score 
 CASES.append(Case("single_key", lambda: half_power, qkv(n=1), verdict="leave", reason="one-key"))
 
 
+@row(*floats((B, 6, M, D), (B, 6, N, D), (B, 3, N, 2 * D)), sites=2, program=(PLAIN, PLAIN + "; weight = 0.5"))
+def differences_of_neighbouring_heads(q, k, v):
+    weights = (q @ k.mT * 0.25).softmax(-1).unflatten(1, (3, 2))
+    return (weights[:, :, 0] - 0.5 * weights[:, :, 1]) @ v
+
+
 # *** softmax by hand ***
 
 
@@ -934,6 +983,35 @@ def sink_as_a_column(q, k, v, sinks):
 def sink_column_first(q, k, v, sinks):
     s = torch.cat([sinks.reshape(1, -1, 1, 1).expand(q.size(0), -1, q.size(2), -1), q @ k.mT * 0.25], dim=-1)
     return s.softmax(-1)[..., :-1] @ v
+
+
+@row(*qkv(), program="score = score * 0.25 * 0.6931471805599453")
+def powers_of_two_over_their_sum(q, k, v):
+    s = q @ k.mT * 0.25
+    return torch.exp2(s) / torch.exp2(s).sum(-1, keepdim=True) @ v
+
+
+@row(*qkv(), program=PLAIN)
+def times_the_sum_to_the_power_of_minus_one(q, k, v):
+    e = (q @ k.mT * 0.25).exp()
+    return (e * e.sum(-1, keepdim=True).pow(-1)) @ v
+
+
+@row(*qkv(), program=PLAIN)
+def normalised_after_a_shift(q, k, v):
+    s = q @ k.mT * 0.25
+    return F.normalize(torch.exp(s - s.amax(-1, keepdim=True)), p=1, dim=-1) @ v
+
+
+@row(*qkv(), verdict="leave", sites=0)
+def normalised_without_a_shift(q, k, v):
+    return F.normalize(torch.exp(q @ k.mT * 0.25), p=1, dim=-1) @ v
+
+
+@left(*qkv(), reason="weights-used")
+def sink_made_from_the_scores(q, k, v):
+    s = q @ k.mT * 0.25
+    return (s - torch.logaddexp(s.logsumexp(-1, keepdim=True), s.mean(-1, keepdim=True))).exp() @ v
 
 
 @row(*qkv(), T((H,)), program="score = score * 0.25; sink = c0[h]")
@@ -1110,6 +1188,21 @@ def value_product_given_as_out(q, k, v):
         out = torch.empty(*q.shape[:3], v.size(3), dtype=q.dtype)
         torch.matmul((q @ k.mT * 0.25).softmax(-1), v, out=out)
         return out
+
+
+@row(*qkv(m=N), program="score = where(kv_idx == q_idx, -10000.0, score * 0.25)")
+def diagonal_filled(q, k, v):
+    s = q @ k.mT * 0.25
+    s.diagonal(dim1=-2, dim2=-1).fill_(-1e4)
+    return s.softmax(-1) @ v
+
+
+@left(*qkv(m=N), reason="weights-used")
+def diagonal_read_before_it_is_filled(q, k, v):
+    s = q @ k.mT * 0.25
+    held = s.diagonal(dim1=-2, dim2=-1).clone()
+    s.diagonal(dim1=-2, dim2=-1).fill_(-1e4)
+    return s.softmax(-1) @ v + held[..., None]
 
 
 # *** functions that hold a whole attention ***

@@ -278,7 +278,7 @@ def _normalised(twin: Twin, numerator: Node, denominator: Node, before: Node) ->
         return None
     total, others = None, []
     for term in _terms(_without_floor(denominator, exponential)):
-        reduced = _reduction(term, ("sum",))
+        reduced = _reduction(term, ("sum",)) or _absolute_sum(term)
         if total is None and reduced is not None and _is_same_value(reduced[0], exponential):
             total = reduced
         else:
@@ -375,7 +375,7 @@ def _terms(node: Any) -> Iterator[Any]:
 
 def _without_floor(denominator: Node, exponential: Node) -> Any:
     """max(sum, eps) is the sum where the greatest term is exp(0) = 1."""
-    node = peel(denominator)
+    node = _peel_broadcast(denominator)
     if not _is(node, "clamp_min", "clamp") or len(node.args) + len(node.kwargs) != 2:
         return denominator
     floor = node.args[1] if len(node.args) > 1 else node.kwargs.get("min")
@@ -384,6 +384,15 @@ def _without_floor(denominator: Node, exponential: Node) -> Any:
         return denominator
     greatest = _reduction(_peel_item(z.args[1]), ("amax", "max"))
     return node.args[0] if greatest is not None and peel(greatest[0]) is peel(z.args[0]) else denominator
+
+
+def _absolute_sum(node: Any) -> tuple[Node, int] | None:
+    """(what is summed, over which dimension) where the node is a norm of order 1, for an exponential its sum."""
+    node = _peel_broadcast(node)
+    dims = _argument(node, 2) if _is(node, "linalg_vector_norm") else None
+    if not dims or len(dims) != 1 or _argument(node, 1) != 1 or not _argument(node, 3):
+        return None
+    return node.args[0], int(dims[0]) % _rank(node)
 
 
 def _peel_item(node: Any) -> Any:
