@@ -84,9 +84,16 @@ def _analyse(gm: GraphModule) -> tuple[Twin, list[Found]]:
 
 
 def _hides(twin: Twin, found: Found) -> Node | None:
-    """The user's node that holds the value product, where the product is not its result."""
+    """The user's node inside of which the value product is made, or an operand, and something else is its result."""
     if not isinstance(found.verdict, Site):
         return None
+    defined = twin.defined()
+    for operand in (found.verdict.query, found.verdict.key, found.verdict.value):
+        node = operand.node
+        while node not in defined and table.name_of(node) in table.VIEWS | table.CASTS:
+            node = node.args[0]  # type: ignore[assignment]
+        if node not in defined and table.name_of(node) not in _REEMIT and node.target is not leaf_value:
+            return twin.origin.get(node)
     try:
         _result_node(twin, twin.sums.get(found.product, found.product))
     except Reject as r:

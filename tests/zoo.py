@@ -22,7 +22,9 @@ INF = math.inf
 
 @dataclass(frozen=True)
 class T:
-    """One argument. `kind`: "grad" or "plain" floats, a bool "keep" mask, or a mask of 0 and 1 ("int", "uint8")."""
+    """One argument. `kind`: "grad" or "plain" floats, a bool mask ("keep", or "some" with a row that keeps nothing), or a
+    mask of 0 and 1 ("int", "uint8").
+    """
 
     shape: tuple[int, ...]
     kind: str = "grad"
@@ -33,6 +35,9 @@ class T:
             made = torch.randn(self.shape, generator=generator, dtype=torch.float64).to(self.dtype)
             return made.requires_grad_(self.kind == "grad")
         keep = torch.rand(self.shape, generator=generator) < 0.7
+        if self.kind == "some":
+            keep[(0,) * (keep.dim() - 1)] = False
+            return keep
         keep[..., 0] = True  # no row without a key
         return keep.to({"keep": torch.bool, "int": torch.int64, "uint8": torch.uint8}[self.kind])
 
@@ -164,6 +169,43 @@ def rank_two(q, k, v):
     return torch.mm(torch.softmax(torch.mm(q, k.t()) * 0.25, 1), v)
 
 
+@row(*qkv(), T((H, D, D)), program=PLAIN)
+def bilinear_scores(q, k, v, w):
+    return (torch.einsum("bhmd,hde,bhne->bhmn", q, w, k) * 0.25).softmax(-1) @ v
+
+
+@row(*floats((M, D), (N, D), (N, D)), program=PLAIN)
+def linear_of_activations(q, k, v):
+    return F.linear((F.linear(q, k) * 0.25).softmax(-1), v.t())
+
+
+@row(*floats((B, M, D), (N, D), (N, D), (N,)), program="score = score + c0[kv_idx]")
+def linear_with_a_memory(q, k, v, bias):
+    return F.linear(q, k, bias).softmax(-1) @ v
+
+
+@row(*floats((M, D), (N, D), (N, D), (N,)), program="score = score * 0.25 + c0[kv_idx]")
+def addmm_of_activations(q, k, v, bias):
+    return torch.mm(torch.addmm(bias, q, k.t(), alpha=0.25).softmax(-1), v)
+
+
+@row(*floats((D,), (N, D), (N, D)), program=PLAIN)
+def one_query_as_a_vector(q, k, v):
+    return (k @ q * 0.25).softmax(0) @ v
+
+
+@row(T((B, N, D)), verdict="leave", sites=0)
+class LinearClassifier(nn.Module):
+    row_name = "linear_classifier"
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.back = nn.Linear(D, N), nn.Linear(N, D)
+
+    def forward(self, x):
+        return self.back(self.head(x).softmax(-1))
+
+
 @row(*floats((B, 4, H, 9, D), (B, 4, H, 9, D), (B, 4, H, 9, D)), program=PLAIN)
 def rank_five_windows(q, k, v):
     return (q @ k.mT * 0.25).softmax(-1) @ v
@@ -279,6 +321,44 @@ def clamped_score(q, k, v):
 @row(*qkv(), program="score = tanh(score * 0.25 / 5.0) * 5.0")
 def soft_cap(q, k, v):
     return (torch.tanh(q @ k.mT * 0.25 / 5.0) * 5.0).softmax(-1) @ v
+
+
+ACTIVATIONS = {
+    "relu": (F.relu, "where(score <= 0, 0, score)"),
+    "relu6": (F.relu6, "where(score <= 0.0, 0.0, where(score >= 6.0, 6.0, score))"),
+    "at_least_0": (lambda s: s.clamp(min=0), "where(score < 0, 0.0, score)"),
+    "leaky_relu": (lambda s: F.leaky_relu(s, 0.25), "where(score > 0.0, score, score * 0.25)"),
+    "elu": (F.elu, "t0 = score > 0.0; score = where(t0, score, expm1(where(t0, 0.0, score)))"),
+    "gelu": (F.gelu, "score * 0.5 * (erf(score * 0.7071067811865476) + 1.0)"),
+    "silu": (F.silu, "score * sigmoid(score)"),
+    "softplus": (F.softplus, "maximum(score, 0.0) + log1p(exp(-abs(score)))"),
+    "mish": (F.mish, "score * tanh(maximum(score, 0.0) + log1p(exp(-abs(score))))"),
+}
+
+
+def activated(activation):
+    def fn(q, k, v):
+        q = q - q.detach() * (torch.arange(q.size(2)) < 2)[:, None]  # some scores are exactly 0
+        return activation(q @ k.mT).softmax(-1) @ v
+
+    return fn
+
+
+for _name, (_activation, _text) in ACTIVATIONS.items():
+    _program = _text if _text.startswith("t0") else f"score = {_text}"
+    CASES.append(Case(f"scores_through_{_name}", lambda a=_activation: activated(a), qkv(), program=(_program,)))
+
+
+@row(*qkv(), program="score = -score")
+def maximum_minus_scores(q, k, v):
+    s = q @ k.mT
+    return (s.amax(-1, keepdim=True) - s).softmax(-1) @ v
+
+
+@left(*qkv(m=N), reason="score-not-pointwise")
+def maximum_over_queries_minus_scores(q, k, v):
+    s = q @ k.mT
+    return (s.amax(-2, keepdim=True) - s).softmax(-1) @ v
 
 
 @row(*qkv(), verdict="leave", sites=0)
@@ -811,6 +891,12 @@ CASES.append(Case("single_query", lambda: half_power, qkv(m=1), program=("score 
 CASES.append(Case("single_key", lambda: half_power, qkv(n=1), verdict="leave", reason="one-key"))
 
 
+@row(*floats((B, 6, M, D), (B, 6, N, D), (B, 3, N, 2 * D)), sites=2, program=(PLAIN, PLAIN + "; weight = 0.5"))
+def differences_of_neighbouring_heads(q, k, v):
+    weights = (q @ k.mT * 0.25).softmax(-1).unflatten(1, (3, 2))
+    return (weights[:, :, 0] - 0.5 * weights[:, :, 1]) @ v
+
+
 # *** softmax by hand ***
 
 
@@ -899,6 +985,71 @@ def sink_column_first(q, k, v, sinks):
     return s.softmax(-1)[..., :-1] @ v
 
 
+@row(*qkv(), program="score = score * 0.25 * 0.6931471805599453")
+def powers_of_two_over_their_sum(q, k, v):
+    s = q @ k.mT * 0.25
+    return torch.exp2(s) / torch.exp2(s).sum(-1, keepdim=True) @ v
+
+
+@row(*qkv(), program=PLAIN)
+def times_the_sum_to_the_power_of_minus_one(q, k, v):
+    e = (q @ k.mT * 0.25).exp()
+    return (e * e.sum(-1, keepdim=True).pow(-1)) @ v
+
+
+@row(*qkv(), program=PLAIN)
+def normalised_after_a_shift(q, k, v):
+    s = q @ k.mT * 0.25
+    return F.normalize(torch.exp(s - s.amax(-1, keepdim=True)), p=1, dim=-1) @ v
+
+
+@row(*qkv(), verdict="leave", sites=0)
+def normalised_without_a_shift(q, k, v):
+    return F.normalize(torch.exp(q @ k.mT * 0.25), p=1, dim=-1) @ v
+
+
+@left(*qkv(), reason="weights-used")
+def sink_made_from_the_scores(q, k, v):
+    s = q @ k.mT * 0.25
+    return (s - torch.logaddexp(s.logsumexp(-1, keepdim=True), s.mean(-1, keepdim=True))).exp() @ v
+
+
+@row(*qkv(), T((H,)), program="score = score * 0.25; sink = c0[h]")
+def sink_column_first_and_dropped(q, k, v, sinks):
+    s = torch.cat([sinks.reshape(1, -1, 1, 1).expand(q.size(0), -1, q.size(2), -1), q @ k.mT * 0.25], dim=-1)
+    return s.softmax(-1)[..., 1:] @ v
+
+
+@row(*qkv(), program="score = score * 0.25; sink = 0.0")
+def padded_by_a_column(q, k, v):
+    return F.pad(q @ k.mT * 0.25, (0, 1)).softmax(-1)[..., :-1] @ v
+
+
+@row(*qkv(), program="score = score * 0.25; sink = 1.5")
+def padded_in_front(q, k, v):
+    return F.pad(q @ k.mT * 0.25, (1, 0), value=1.5).softmax(-1).narrow(-1, 1, k.size(2)) @ v
+
+
+@row(*qkv(), T((H,)), program="score = score * 0.25; sink = c0[h]")
+def sink_column_split_off(q, k, v, sinks):
+    sink = sinks.reshape(1, -1, 1, 1).expand(q.size(0), -1, q.size(2), -1)
+    weights, _ = torch.cat([q @ k.mT * 0.25, sink], dim=-1).softmax(-1).split([k.size(2), 1], dim=-1)
+    return weights @ v
+
+
+@row(*qkv(), T((H,)), program="score = score * 0.25; sink = c0[h]")
+def sink_added_to_the_logarithm(q, k, v, sinks):
+    s = q @ k.mT * 0.25
+    return (s - torch.logaddexp(s.logsumexp(-1, keepdim=True), sinks[:, None, None])).exp() @ v
+
+
+@row(*qkv(), T((H,)), program="score = score * 0.25; sink = c0[h]")
+def logarithm_of_scores_and_sink(q, k, v, sinks):
+    s = q @ k.mT * 0.25
+    both = torch.cat([s, sinks.reshape(1, -1, 1, 1).expand(q.size(0), -1, q.size(2), -1)], dim=-1)
+    return (s - both.logsumexp(-1, keepdim=True)).exp() @ v
+
+
 @row(*qkv(), program="score = score * 0.25 / 32.0 * 32.0")
 def shift_between_two_scales(q, k, v):
     s = q @ k.mT * 0.25 / 32.0
@@ -935,6 +1086,61 @@ def weights_zeroed_by_another_mask(q, k, v, keep, other):
 def difference_of_two(q, k, v, balance):
     first, second = (q @ k.mT * 0.25).softmax(-1), (q @ k.flip(2).mT * 0.25).softmax(-1)
     return (first - balance * second) @ v
+
+
+# *** rows without a key ***
+
+SOME_EMPTY = T((B, 1, M, N), "some")
+EMPTY_ROWS = "score = score * 0.25; keep = c0[b, 0, q_idx, kv_idx]; empty = 0.0"
+
+
+@row(*qkv(), SOME_EMPTY, program=EMPTY_ROWS)
+def zero_where_all_scores_are_infinite(q, k, v, keep):
+    s = (q @ k.mT * 0.25).masked_fill(~keep, -INF)
+    return torch.where((s == -INF).all(-1, keepdim=True), 0.0, s.softmax(-1)) @ v
+
+
+@row(*qkv(), SOME_EMPTY, program=EMPTY_ROWS)
+def zero_where_the_maximum_is_infinite(q, k, v, keep):
+    s = (q @ k.mT * 0.25).masked_fill(~keep, -INF)
+    return s.softmax(-1).masked_fill(s.amax(-1, keepdim=True) == -INF, 0.0) @ v
+
+
+@row(*qkv(), SOME_EMPTY, program=EMPTY_ROWS)
+def zero_where_no_key_is_kept(q, k, v, keep):
+    weights = (q @ k.mT * 0.25).masked_fill(~keep, -INF).softmax(-1)
+    return weights.masked_fill(~keep.any(-1, keepdim=True), 0.0) @ v
+
+
+@row(*qkv(), SOME_EMPTY, program=EMPTY_ROWS)
+def zero_where_all_keys_are_dropped(q, k, v, keep):
+    weights = (q @ k.mT * 0.25).masked_fill(~keep, -INF).softmax(-1)
+    return torch.where((~keep).all(-1)[..., None], 0.0, weights) @ v
+
+
+@row(*qkv(), T((B, N), "some"), program="score = score * 0.25; keep = ~c0[b, 0, 0, kv_idx]; empty = 0.0")
+def zero_where_keys_count_to_nothing(q, k, v, keep):
+    weights = (q @ k.mT * 0.25).masked_fill(~keep[:, None, None], -INF).softmax(-1)
+    return weights.masked_fill(keep.sum(-1)[:, None, None, None] == 0, 0.0) @ v
+
+
+@left(*qkv(m=N), T((B, 1, N, N), "some"), reason="weight-not-pointwise")
+def zero_where_no_key_is_kept_but_for_causality(q, k, v, keep):
+    both = keep & torch.ones(N, N, dtype=torch.bool).tril()
+    weights = (q @ k.mT * 0.25).masked_fill(~both, -INF).softmax(-1)
+    return weights.masked_fill(~keep.any(-1, keepdim=True), 0.0) @ v
+
+
+@left(*qkv(m=N), T((B, 1, N, N), "some"), reason="weight-not-pointwise")
+def zero_where_no_query_reads_the_key(q, k, v, keep):
+    weights = (q @ k.mT * 0.25).masked_fill(~keep, -INF).softmax(-1)
+    return weights.masked_fill(~keep.any(-2)[..., None], 0.0) @ v
+
+
+@left(*qkv(m=N), T((N, N), "some"), reason="weight-not-pointwise")
+def zero_where_the_row_of_the_key_is_empty(q, k, v, keep):
+    weights = (q @ k.mT * 0.25).masked_fill(~keep.diagonal(), -INF).softmax(-1)
+    return weights.masked_fill(~keep.any(-1), 0.0) @ v
 
 
 # *** writes into scores and masks ***
@@ -982,6 +1188,21 @@ def value_product_given_as_out(q, k, v):
         out = torch.empty(*q.shape[:3], v.size(3), dtype=q.dtype)
         torch.matmul((q @ k.mT * 0.25).softmax(-1), v, out=out)
         return out
+
+
+@row(*qkv(m=N), program="score = where(kv_idx == q_idx, -10000.0, score * 0.25)")
+def diagonal_filled(q, k, v):
+    s = q @ k.mT * 0.25
+    s.diagonal(dim1=-2, dim2=-1).fill_(-1e4)
+    return s.softmax(-1) @ v
+
+
+@left(*qkv(m=N), reason="weights-used")
+def diagonal_read_before_it_is_filled(q, k, v):
+    s = q @ k.mT * 0.25
+    held = s.diagonal(dim1=-2, dim2=-1).clone()
+    s.diagonal(dim1=-2, dim2=-1).fill_(-1e4)
+    return s.softmax(-1) @ v + held[..., None]
 
 
 # *** functions that hold a whole attention ***

@@ -6,6 +6,7 @@ Three tables: views (the same element elsewhere), generators (a value from the i
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..score.expr import Expr, const, op
+from ..score.expr import Const, Expr, const, op, where
 
 aten = torch.ops.aten
 
@@ -67,14 +68,48 @@ def _scaled(sign: str) -> Callable[..., Expr]:
 
 
 def _clamp(x: Expr, low: Expr | None = None, high: Expr | None = None) -> Expr:
-    x = x if low is None else op("maximum", x, low)
+    if isinstance(low, Const) and low.head == 0:  # scores of zeroed rows are exactly 0: the gradient passes there
+        x = where(op("lt", x, 0), low, x)
+    elif low is not None:
+        x = op("maximum", x, low)
     return x if high is None else op("minimum", x, high)
+
+
+def _hardtanh(x: Expr, low: Expr | float = -1.0, high: Expr | float = 1.0) -> Expr:
+    return where(op("le", x, low), low, where(op("ge", x, high), high, x))
 
 
 def _div(x: Expr, y: Expr, rounding_mode: str | None = None) -> Expr | None:
     if rounding_mode is None:
         return op("div", x, y)
     return op("floordiv", x, y) if rounding_mode == "floor" else None
+
+
+def _leaky_relu(x: Expr, slope: Expr | float = 0.01) -> Expr:
+    return where(op("gt", x, 0.0), x, op("mul", x, slope))
+
+
+def _elu(x: Expr, alpha: Expr | float = 1.0, scale: Expr | float = 1.0, inner: Expr | float = 1.0) -> Expr:
+    below = op("mul", op("expm1", op("mul", where(op("gt", x, 0.0), 0.0, x), inner)), alpha)
+    return op("mul", where(op("gt", x, 0.0), x, below), scale)
+
+
+def _gelu(x: Expr, approximate: str = "none") -> Expr:
+    if approximate == "none":
+        inner = op("erf", op("mul", x, math.sqrt(0.5)))
+    else:
+        cube = op("mul", op("mul", x, x), x)
+        inner = op("tanh", op("mul", op("add", x, op("mul", cube, 0.044715)), math.sqrt(2 / math.pi)))
+    return op("mul", op("mul", x, 0.5), op("add", inner, 1.0))
+
+
+def _softplus(x: Expr, beta: Expr | float = 1.0, threshold: Expr | float = 20.0) -> Expr | None:
+    """Above the threshold PyTorch takes x itself, which there is the same to float32's precision."""
+    least = threshold.head if isinstance(threshold, Const) else threshold
+    if not isinstance(least, (int, float)) or least < 20:
+        return None
+    scaled = op("mul", x, beta)
+    return op("div", op("add", op("maximum", scaled, 0.0), op("log1p", op("exp", op("neg", op("abs", scaled))))), beta)
 
 
 # name -> (how operands are brought to one kind, builder). Kinds: "result" casts to the node's own kind, "common" to the
@@ -94,9 +129,16 @@ POINTWISE: dict[str, tuple[str, Callable[..., Expr | None]]] = {
     "maximum": ("result", lambda x, y: op("maximum", x, y)),
     "minimum": ("result", lambda x, y: op("minimum", x, y)),
     "clamp": ("result", _clamp),
-    "clamp_min": ("result", lambda x, low: op("maximum", x, low)),
+    "clamp_min": ("result", _clamp),
     "clamp_max": ("result", lambda x, high: op("minimum", x, high)),
-    "relu": ("result", lambda x: op("maximum", x, 0)),
+    "relu": ("result", lambda x: where(op("le", x, 0), 0, x)),
+    "hardtanh": ("result", _hardtanh),
+    "leaky_relu": ("result", _leaky_relu),
+    "elu": ("result", _elu),
+    "gelu": ("result", _gelu),
+    "silu": ("result", lambda x: op("mul", x, op("sigmoid", x))),
+    "softplus": ("result", _softplus),
+    "mish": ("result", lambda x: op("mul", x, op("tanh", _softplus(x)))),  # type: ignore[arg-type]
     "logical_and": ("bool", lambda x, y: op("and", x, y)),
     "logical_or": ("bool", lambda x, y: op("or", x, y)),
     "logical_xor": ("bool", lambda x, y: op("xor", x, y)),
@@ -123,7 +165,7 @@ GENERATORS = frozenset(
 LOOKUPS = frozenset({"embedding", "index", "index_select"})
 
 # In-place writes into part of a tensor, as the twin shows them.
-WRITES = frozenset({"index_put", "slice_scatter", "select_scatter"})
+WRITES = frozenset({"index_put", "slice_scatter", "select_scatter", "diagonal_scatter"})
 
 # What may stand between the softmax and the products on either side; used to find candidates, not to judge them.
 TRANSPARENT = (

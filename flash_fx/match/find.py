@@ -38,7 +38,7 @@ class Found:
 def find_sites(twin: Twin) -> list[Found]:
     """All attentions in graph order."""
     canonicalise(twin)
-    live = closure(twin.roots)
+    live = closure([*twin.roots, *(s for s in twin.sinks.values() if isinstance(s, Node))])
     found: list[Found] = []
     for anchor in twin.graph.nodes:
         if anchor.target in table.SOFTMAX and anchor in live:
@@ -78,7 +78,7 @@ def has_softmax(graph: Any) -> bool:
         return True
     if any(hides_softmax(n) for n in graph.nodes):
         return True
-    by_hand = any(n.split(".")[0] in ("sum", "logsumexp", "log_softmax") for n in names)
+    by_hand = any(n.split(".")[0] in ("sum", "logsumexp", "log_softmax", "normalize") for n in names)
     exponential = by_hand and any(resembles_softmax(n) for n in graph.nodes)
     return exponential or any(_has_softmax_module(n) for n in graph.nodes if n.op == "call_module")
 

@@ -20,6 +20,7 @@ from ..score.simplify import simplify
 from . import aten as table
 from . import index as ix
 from .captures import renumber, unfold
+from .guards import Guards
 from .normalize import Twin, leaf_value
 from .operand import B, H, as_operand
 from .pull import D, I, Index, M, N, Puller, compare, logical, negate
@@ -218,8 +219,11 @@ def _build(twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: in
     puller = lifted.puller
     sizes = puller.indexer.sizes
     score, keep = _fills(lifted.score)
-    weight, drop = _split_weight(lifted.weight, _conjuncts(keep), anchor)
-    empty = lifted.empty if lifted.empty is not None else _empty_rows(puller, lifted.weight, score, keep, anchor)
+    guards = Guards(puller, keep)
+    weight, drop = _split_weight(lifted.weight, guards, anchor)
+    empty = lifted.empty
+    if empty is None:
+        empty = _empty_rows(puller, lifted.weight, score, guards, anchor)
     exprs = [e for e in (score, keep, weight, lifted.sink) if e is not None]
     keys = [*lifted.key[1], *lifted.value[1]]
     heads = _heads([[*_indices(puller, lifted.query)], exprs, keys], sizes[I], shapes)
@@ -347,16 +351,15 @@ def _rename(e: Expr, naming: _Naming) -> Expr:
 # *** fills, factors ***
 
 
-def _empty_rows(puller: Puller, weight: Expr, score: Expr, keep: Expr | None, anchor: Node) -> float | None:
+def _empty_rows(puller: Puller, weight: Expr, score: Expr, guards: Guards, anchor: Node) -> float | None:
     """0.0 where `where(c, weights, 0)` also replaces the NaN of every row without a key, as c never holds there."""
     conditions = [c for n in walk(weight) if (c := _selecting(n)) is not None]
     if not conditions:
         return None
-    needed = _conjuncts(keep)
-    covered = any(needed <= _conjuncts(c) for c in conditions)
-    if (keep is not None and not covered) or _may_hold_infinity(puller, score):
+    covered = any(guards.hold_only_at_keys(c) for c in conditions)
+    if (guards.keep is not None and not covered) or _may_hold_infinity(puller, score):
         raise Reject(Reason.WEIGHT, anchor, "weights are replaced by 0 where a whole row may be NaN")
-    return None if keep is None else 0.0
+    return None if guards.keep is None else 0.0
 
 
 def _selecting(e: Expr) -> Expr | None:
@@ -365,12 +368,6 @@ def _selecting(e: Expr) -> Expr | None:
         return None
     holds = [any(n is P for n in walk(a)) for a in e.args[1:]]
     return None if not any(holds) else e.args[0] if holds[0] else negate(e.args[0])
-
-
-def _conjuncts(e: Expr | None) -> set[Expr]:
-    if e is None:
-        return set()
-    return _conjuncts(e.args[0]) | _conjuncts(e.args[1]) if isinstance(e, Op) and e.head == "and" else {e}
 
 
 _BOUNDED = frozenset(
@@ -487,8 +484,8 @@ def _and(x: Expr | None, y: Expr | None) -> Expr | None:
     return logical("logical_and", [x, y])
 
 
-def _split_weight(e: Expr, kept: set[Expr], anchor: Node) -> tuple[Expr | None, float | None]:
-    """`weight` and `drop` of an expression linear in the softmax weight, which is 0 unless `kept` holds."""
+def _split_weight(e: Expr, guards: Guards, anchor: Node) -> tuple[Expr | None, float | None]:
+    """`weight` and `drop` of an expression linear in the softmax weight, which is 0 where a key is not kept."""
     factor: Expr | None = None
     drop: float | None = None
     while e is not P:
@@ -499,7 +496,7 @@ def _split_weight(e: Expr, kept: set[Expr], anchor: Node) -> tuple[Expr | None, 
             if drop is not None:
                 raise Reject(Reason.DROPOUT, anchor, "two dropouts on the weights")
             drop = float(f.head.split(":")[1])
-        elif f is not None and not (_zero_one(f) is not None and _conjuncts(_zero_one(f)) <= kept):
+        elif f is not None and not guards.always_hold(_zero_one(f)):
             factor = f if factor is None else op("mul", factor, f)
         e = inner
     return factor, drop

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from ..reject import Reason, Reject
 from . import aten as table
-from .normalize import PRODUCTS, Twin, example_value, leaf_value, target_name
+from .normalize import Twin, example_value, is_product, leaf_value, target_name
 
 _Sizes = list[str]
 
@@ -42,7 +42,7 @@ def hides_softmax(node: Node) -> bool:
         return False
     bodies = [_attribute(a) for a in node.all_input_nodes if a.op == "get_attr"]
     inside = [n for b in bodies if isinstance(b, GraphModule) for n in b.graph.nodes]
-    return any(_is_softmax(n) for n in inside) and not any(_is_product(n) for n in inside)
+    return any(_is_softmax(n) for n in inside) and not any(is_product(n) for n in inside)
 
 
 def _attribute(node: Node) -> Any:
@@ -55,10 +55,6 @@ def names_softmax(name: str) -> bool:
 
 def _is_softmax(node: Node) -> bool:
     return node.op in ("call_function", "call_method") and names_softmax(target_name(node))
-
-
-def _is_product(node: Node) -> bool:
-    return node.op in ("call_function", "call_method") and any(word in str(node.target) for word in PRODUCTS)
 
 
 def _between_products(twin: Twin, softmax: Node, known: set[Node], hidden: bool) -> tuple[Node, Node, Reject] | None:
@@ -103,7 +99,7 @@ def _path(
             if n in came_from or target_name(n) in table.SHAPE_ONLY:
                 continue
             came_from[n] = node
-            if _is_product(n):
+            if is_product(n):
                 path = [n]
                 while came_from[path[-1]] is not start:
                     path.append(came_from[path[-1]])

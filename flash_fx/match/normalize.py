@@ -5,8 +5,9 @@ fake tensors and records plain functional ATen: every `matmul`, `bmm`, `baddbmm`
 expand/view/bmm, in-place writes become new values, autocast becomes explicit casts. Beside the graph comes a history:
 which twin node holds the value of which user node, and from which moment on (in-place writes change it).
 
-Heavy ops that no attention contains (linear, convolution, normalisation, losses) and whatever cannot be traced
-(higher-order ops, opaque custom ops) are leaves: fresh values with the recorded shape.
+Heavy ops that no attention contains (linear layers, convolution, normalisation, losses) and whatever cannot be traced
+(higher-order ops, opaque custom ops) are leaves: fresh values with the recorded shape. `F.linear` and `addmm` are layers
+where their matrix is a parameter, and matrix products like any other where it is not.
 """
 
 from __future__ import annotations
@@ -25,11 +26,10 @@ from torch.fx import GraphModule, Interpreter, Node
 from .. import compat
 
 _LEAVES = frozenset({
-    F.linear, F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.gelu, F.silu, F.relu, F.cross_entropy,
+    F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.cross_entropy,
     F.conv1d, F.conv2d, F.conv3d, F.conv_transpose2d, F.interpolate, F.mse_loss,
-    torch.conv1d, torch.conv2d, torch.conv3d, torch.layer_norm, torch.addmm,
-    torch._C._nn.linear, torch._C._nn.gelu, torch.ops.aten.linear.default, torch.ops.aten.layer_norm.default,
-    torch.ops.aten.conv2d.default, torch.ops.aten.gelu.default,
+    torch.conv1d, torch.conv2d, torch.conv3d, torch.layer_norm,
+    torch.ops.aten.layer_norm.default, torch.ops.aten.conv2d.default,
 })  # fmt: skip
 
 
@@ -45,8 +45,21 @@ def _mm(left: Any, right: Any) -> Any:
     return torch.bmm(left.unsqueeze(0), right.unsqueeze(0)).squeeze(0)
 
 
+def _addmm(bias: Any, left: Any, right: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    return _baddbmm(bias, left.unsqueeze(0), right.unsqueeze(0), beta=beta, alpha=alpha).squeeze(0)
+
+
+def _mv(matrix: Any, vector: Any) -> Any:
+    return _mm(matrix, vector.unsqueeze(1)).squeeze(1)
+
+
 # Every matrix product that can be part of an attention becomes a bmm.
-_TO_BMM = {torch.ops.aten.baddbmm.default: _baddbmm, torch.ops.aten.mm.default: _mm}
+_TO_BMM = {
+    torch.ops.aten.baddbmm.default: _baddbmm,
+    torch.ops.aten.addmm.default: _addmm,
+    torch.ops.aten.mm.default: _mm,
+    torch.ops.aten.mv.default: _mv,
+}
 
 
 def leaf_value(*_: Any) -> None:
@@ -182,7 +195,7 @@ def resembles_softmax(n: Node) -> bool:
     """A softmax, or an exponential that may be part of one."""
     target = target_name(n)
     by_name = "softmax" in target or "softmin" in target or target == "multi_head_attention_forward"
-    return by_name or target.split(".")[0] in ("exp", "exp_")
+    return by_name or target.split(".")[0] in ("exp", "exp_", "exp2", "exp2_")
 
 
 def _relevant(graph: torch.fx.Graph) -> set[Node]:
@@ -199,14 +212,38 @@ def _relevant(graph: torch.fx.Graph) -> set[Node]:
         if node not in followed:
             followed.add(node)
             seeds.add(node)
-            if not _is_leaf(node) and not any(word in str(node.target) for word in PRODUCTS):
+            if not _is_leaf(node) and not is_product(node):
                 stack.extend(node.users)
                 if may_mutate(node):  # what it wrote into is read under its old name
                     stack.extend(u for source in node.all_input_nodes for u in source.users)
     return closure(seeds, lambda n: () if _is_leaf(n) else n.all_input_nodes)
 
 
-PRODUCTS = ("matmul", "bmm", "einsum", ".mm", "dot", "mv")
+_PRODUCTS = ("matmul", "bmm", "einsum", ".mm", "dot", "mv")
+
+
+def is_product(n: Node) -> bool:
+    """A matrix product by its name; a layer is none."""
+    if n.op not in ("call_function", "call_method"):
+        return False
+    return (n.target in _MATRIX and not _is_layer(n)) or any(word in str(n.target) for word in _PRODUCTS)
+
+
+# The argument that holds the matrix of what is a layer where that is a parameter.
+_MATRIX: dict[Any, tuple[int, str]] = {
+    **dict.fromkeys((F.linear, torch._C._nn.linear, torch.ops.aten.linear.default), (1, "weight")),
+    torch.addmm: (2, "mat2"),
+}
+
+
+def _is_layer(n: Node) -> bool:
+    """Is the matrix a parameter, or one of those that an exported program takes as inputs?"""
+    position, keyword = _MATRIX[n.target]
+    matrix = n.args[position] if len(n.args) > position else n.kwargs.get(keyword)
+    if not isinstance(matrix, Node):
+        return True
+    exported = matrix.op == "placeholder" and isinstance(n.target, torch._ops.OpOverload)
+    return exported or isinstance(example_value(matrix), torch.nn.Parameter)
 
 
 class UntraceableError(ValueError):
@@ -343,6 +380,8 @@ def _is_leaf(n: Node) -> bool:
         return True
     if n.op != "call_function":
         return False
+    if n.target in _MATRIX:
+        return _is_layer(n)
     return n.target in _LEAVES or isinstance(n.target, torch._ops.HigherOrderOperator) or _renormalises(n)
 
 

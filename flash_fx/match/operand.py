@@ -1,7 +1,8 @@
 """Query, key and value as views: from a twin node and the index of each of its dimensions to `[B, H, L, D]`.
 
 An index is legal if it is a position of one axis (`h`), of a group of heads (`h // 4`), of two folded axes
-(`b * 8 + h`), shifted (`m + 3`) or fixed. Then `select`, `slice`, `view`, `permute`, `expand` reach it without a copy.
+(`b * 8 + h`), shifted (`m + 3`), every other
+one (`2 * h + 1`) or fixed. Then `select`, `slice`, `view`, `permute`, `expand` reach it without a copy.
 """
 
 from __future__ import annotations
@@ -139,12 +140,14 @@ def _head_terms(i: Expr, sizes: dict) -> list[tuple[Expr, Expr]]:
 
 
 def _shifted(at: int, size: Expr, i: Expr, letters: dict, sizes: dict, steps: list) -> list[_Axis] | None:
-    """`m + start`: a slice."""
+    """`m + start`, or `2 * h + start`: a slice."""
     for coordinate, letter in letters.items():
-        start = ix.sub(i, coordinate)
-        if not any(n in letters for n in walk(start)):
-            stop = ix.add(start, sizes[letter])
-            steps.append((aten.slice.Tensor, (at, start, stop)))
+        step = ix.to_poly(i).get((coordinate,), 0)
+        start = ix.sub(i, ix.mul(coordinate, ix.const(step)))
+        if step > 0 and not any(n in letters for n in walk(start)):
+            taken = ix.add(ix.mul(ix.sub(sizes[letter], ix.ONE), ix.const(step)), ix.ONE)
+            stop = (ix.add(start, taken), step) if step > 1 else (ix.add(start, sizes[letter]),)
+            steps.append((aten.slice.Tensor, (at, start, *stop)))
             return [_Axis([letter], [sizes[letter]])]
     return None
 

@@ -51,7 +51,7 @@ class Puller:
 
     def pull(self, node: Node, index: Index) -> Expr:
         if node in self.cone or node in self.ends:
-            found = self._inline(node, index)
+            found = self.inline(node, index)
             if found is None:
                 raise Reject(self._reason(), node, f"through {_describe(node)}")
             return found
@@ -75,7 +75,7 @@ class Puller:
     def _inline_if_small(self, node: Node, index: Index) -> Expr | None:
         """The value as arithmetic, unless a tensor of fewer axes than the scores would do as well."""
         spans = M in _names(index) and N in _names(index)
-        found = self._inline(node, index)
+        found = self.inline(node, index)
         if found is None or (not spans and _has_load(found)):
             return None
         return None if self._is_sum_of_matrices(node, found) else found
@@ -86,7 +86,8 @@ class Puller:
         size = str(node.meta["val"].numel()) if len(read) > 1 and node not in self.cone else ""
         return bool(size) and all(str(self.captures[i].meta["val"].numel()) == size for i in read)
 
-    def _inline(self, node: Node, index: Index) -> Expr | None:
+    def inline(self, node: Node, index: Index) -> Expr | None:
+        """The value by what it is made from, None where it can only be read."""
         key = (node, index)
         if key not in self._memo:
             self._memo[key] = self._inline_uncached(node, index)
@@ -387,6 +388,8 @@ class Puller:
         """`x[mask] = number`, `x[..., a:b] = y`, `x[..., i] = y` as they are without writing in place."""
         if operation == "index_put":
             return self._masked_write(node, index)
+        if operation == "diagonal_scatter":
+            return choose(*self._diagonal_write(node, index), self.pull(node.args[0], index))  # type: ignore[arg-type]
         axis = int(node.args[2] if len(node.args) > 2 else 0) % len(index)  # type: ignore[arg-type]
         found = (self._slice_write if operation == "slice_scatter" else self._select_write)(node, axis, index)
         return None if found is None else choose(*found, self.pull(node.args[0], index))  # type: ignore[arg-type]
@@ -398,6 +401,17 @@ class Puller:
             return None
         new = self.pull(node.args[1], (*index[:axis], *index[axis + 1 :]))  # type: ignore[arg-type]
         return compare("eq", index[axis], at), new
+
+    def _diagonal_write(self, node: Node, index: Index) -> tuple[Expr, Expr]:
+        offset, first, second = [*node.args[2:], 0, 0, 1][:3] if len(node.args) < 5 else node.args[2:5]
+        rank = len(index)
+        row, column = index[first % rank], index[second % rank]  # type: ignore[operator]
+        inside = compare("eq", column, ix.add(row, const(offset)))  # type: ignore[arg-type]
+        rest = [i for p, i in enumerate(index) if p not in (first % rank, second % rank)]  # type: ignore[operator]
+        self.partial += 1
+        new = self.pull(node.args[1], (*rest, row if offset >= 0 else column))  # type: ignore[arg-type, operator]
+        self.partial -= 1
+        return inside, _read_only_where(inside, new)
 
     def _slice_write(self, node: Node, axis: int, index: Index) -> tuple[Expr, Expr] | None:
         first, _, step = [*node.args[3:], *[None] * 3][:3]

@@ -6,9 +6,11 @@ Works on the twin alone, before anything is searched for. Recognised, for a row-
     exp(x) / (sum(exp(x)) + 1e-6)                   the same with y = log(1e-6)
     (exp(x - c) @ v) / sum(exp(x - c))              divided after the value product
     exp(log_softmax(x)), exp(x - logsumexp(x))
-    softmax(cat([x, y]))[..., :-1]                  a sink as an extra column
+    exp(x - logaddexp(logsumexp(x), y))             a sink again
+    softmax(cat([x, y]))[..., :-1]                  a sink as an extra column, last or first, also by padding
     softmax((x - max(x)) * alpha)                   a shift by hand, which changes nothing
     nan_to_num(softmax(x)), where(isnan(w), 0, w)   rows without a key give 0
+    where((x == -inf).all(), 0, softmax(x))         the same
     (a - b) @ v                                     a @ v - b @ v, where a and b are weights
 """
 
@@ -45,7 +47,9 @@ def canonicalise(twin: Twin) -> None:
     _split_sums_of_weights(twin)
 
 
-_REDUCTIONS = (aten.sum.dim_IntList, aten.amax.default, aten.max.dim, aten.logsumexp.default)
+_REDUCTIONS = (
+    aten.sum.dim_IntList, aten.amax.default, aten.max.dim, aten.logsumexp.default, aten.any.dim, aten.all.dim,
+)  # fmt: skip
 
 
 def _before_gradients(twin: Twin) -> set[Node]:
@@ -178,8 +182,10 @@ def _softmax_for(twin: Twin, old: Node, x: Node, dim: int, sink: Any = None, *, 
 
 
 def _copies(twin: Twin) -> None:
-    """`copy(x, y)` is y with the shape and dtype of x, whose values nobody reads."""
+    """`copy(x, y)` is y with the shape and dtype of x, whose values nobody reads; nor does `fill(x, 0)`."""
     for node in list(twin.graph.nodes):
+        if node.target is aten.fill.Scalar and not node.meta.get("stop"):
+            _take_place(twin, node, _expanded(twin, node, node.args[1]))
         if node.target is not aten.copy.default or node.meta.get("stop"):
             continue
         val, source = node.meta["val"], node.args[1]
@@ -189,6 +195,15 @@ def _copies(twin: Twin) -> None:
         if _texts(source) != _texts(node):
             source = _insert(twin, node, aten.expand.default, source, list(val.shape), val=val, like=source)
         _take_place(twin, node, source)
+
+
+def _expanded(twin: Twin, node: Node, number: Any) -> Node:
+    """A number in the shape and dtype of the node."""
+    val = node.meta["val"]
+    scalar = _insert(twin, node, aten.scalar_tensor.default, number, dtype=val.dtype, val=val.new_empty(()), like=node)
+    new = _insert(twin, node, aten.expand.default, scalar, list(val.shape), val=val, like=node)
+    twin.requires_grad -= {scalar, new}
+    return new
 
 
 def _dropouts(twin: Twin) -> None:
@@ -250,7 +265,8 @@ def _quotient(node: Node) -> tuple[Node, Node] | None:
     if operation == "mul":
         for a, b in (node.args, reversed(node.args)):
             inverse = peel(b)
-            if _is(inverse, "reciprocal") and isinstance(a, Node):
+            inverts = _is(inverse, "reciprocal") or (_is(inverse, "pow") and inverse.args[1] == -1)
+            if inverts and isinstance(a, Node):
                 return a, inverse.args[0]  # type: ignore[return-value]
     return None
 
@@ -262,8 +278,8 @@ def _normalised(twin: Twin, numerator: Node, denominator: Node, before: Node) ->
         return None
     total, others = None, []
     for term in _terms(_without_floor(denominator, exponential)):
-        reduced = _reduction(term, ("sum",))
-        if total is None and reduced is not None and peel(reduced[0]) is exponential:
+        reduced = _reduction(term, ("sum",)) or _absolute_sum(term)
+        if total is None and reduced is not None and _is_same_value(reduced[0], exponential):
             total = reduced
         else:
             others.append(term)
@@ -279,6 +295,9 @@ def _exponent(twin: Twin, node: Any, before: Node) -> Node | None:
     """z where the node is exp(z), or exp(z) with zeros where a mask says so, which is exp(-inf)."""
     if _is(node, "exp"):
         return node.args[0]
+    if _is(node, "exp2"):
+        z: Node = node.args[0]
+        return _insert(twin, before, aten.mul.Tensor, z, math.log(2), val=z.meta["val"], like=z)
     if not _is(node, "masked_fill", "where", "mul"):
         return None
     found = _zeroed(node)
@@ -288,12 +307,31 @@ def _exponent(twin: Twin, node: Any, before: Node) -> Node | None:
     inner = peel(kept)
     if not _is(inner, "exp"):
         return None
-    z: Node = inner.args[0]  # type: ignore[assignment]
+    z = inner.args[0]  # type: ignore[assignment]
     val = z.meta["val"]
     fill = _insert(twin, before, aten.scalar_tensor.default, -math.inf, dtype=val.dtype, val=val.new_empty(()), like=z)
     twin.requires_grad.discard(fill)
     branches = (fill, z) if inverted else (z, fill)
     return _insert(twin, before, aten.where.self, condition, *branches, val=val.expand(_shape(node)), like=z)
+
+
+def _is_same_value(a: Any, b: Any, depth: int = 8) -> bool:
+    """The same node but for memory and dtype, or the same operations on such nodes."""
+    a, b = peel(a), peel(b)
+    if a is b or not isinstance(a, Node) or not isinstance(b, Node):
+        return a is b or (type(a) is type(b) and isinstance(a, (int, float, bool)) and a == b)
+    known = table.name_of(a) in table.POINTWISE or a.target in _REDUCTIONS or table.name_of(a) in ("expand", "getitem")
+    alike = (
+        depth > 0 and known and a.target is b.target and not a.kwargs and not b.kwargs and len(a.args) == len(b.args)
+    )
+    stopped = any(n.meta.get("stop") for n in (a, b))
+    return alike and not stopped and all(_same_argument(x, y, depth - 1) for x, y in zip(a.args, b.args, strict=True))
+
+
+def _same_argument(a: Any, b: Any, depth: int) -> bool:
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same_argument, a, b, [depth] * len(a)))
+    return _is_same_value(a, b, depth)
 
 
 def _zeroed(node: Node) -> tuple[Node, Node, bool] | None:
@@ -337,7 +375,7 @@ def _terms(node: Any) -> Iterator[Any]:
 
 def _without_floor(denominator: Node, exponential: Node) -> Any:
     """max(sum, eps) is the sum where the greatest term is exp(0) = 1."""
-    node = peel(denominator)
+    node = _peel_broadcast(denominator)
     if not _is(node, "clamp_min", "clamp") or len(node.args) + len(node.kwargs) != 2:
         return denominator
     floor = node.args[1] if len(node.args) > 1 else node.kwargs.get("min")
@@ -346,6 +384,15 @@ def _without_floor(denominator: Node, exponential: Node) -> Any:
         return denominator
     greatest = _reduction(_peel_item(z.args[1]), ("amax", "max"))
     return node.args[0] if greatest is not None and peel(greatest[0]) is peel(z.args[0]) else denominator
+
+
+def _absolute_sum(node: Any) -> tuple[Node, int] | None:
+    """(what is summed, over which dimension) where the node is a norm of order 1, for an exponential its sum."""
+    node = _peel_broadcast(node)
+    dims = _argument(node, 2) if _is(node, "linalg_vector_norm") else None
+    if not dims or len(dims) != 1 or _argument(node, 1) != 1 or not _argument(node, 3):
+        return None
+    return node.args[0], int(dims[0]) % _rank(node)
 
 
 def _peel_item(node: Any) -> Any:
@@ -498,13 +545,60 @@ def _logarithms(twin: Twin) -> None:
             x, dim = inner.args[0], int(inner.args[1]) % _rank(node)  # type: ignore[arg-type]
             _take_place(twin, node, _softmax_for(twin, node, x, dim), (inner,))  # type: ignore[arg-type]
         elif _is(inner, "sub") and not inner.kwargs:
-            x, reduced = inner.args[0], _reduction(inner.args[1], ("logsumexp",))
-            alike = isinstance(x, Node) and _same_shape(x, node)
-            if alike and reduced is not None and peel(reduced[0]) is peel(x):
-                _take_place(twin, node, _softmax_for(twin, node, x, reduced[1]), (inner,))
+            x = inner.args[0]
+            found = _log_total(inner.args[1], x) if isinstance(x, Node) and _same_shape(x, node) else None
+            if found is not None:
+                _take_place(twin, node, _softmax_for(twin, node, x, *found), (inner,))  # type: ignore[arg-type]
+
+
+def _log_total(total: Any, x: Node) -> tuple[int, Any] | None:
+    """(dimension, sink) where the node is the logarithm of sum(exp(x)), or of this and exp(sink)."""
+    reduced = _reduction(total, ("logsumexp",))
+    if reduced is not None:
+        source, dim = reduced
+        column = _column(source, dim)
+        if column is not None and peel(column.scores) is peel(x):
+            return dim, column.sink
+        return (dim, None) if peel(source) is peel(x) else None
+    total = _peel_broadcast(total)
+    if not _is(total, "logaddexp"):
+        return None
+    for inner, sink in (total.args, reversed(total.args)):
+        found = _log_total(inner, x)
+        if found is not None and found[1] is None and _is_row_constant(sink, x, found[0]):
+            return found[0], sink
+    return None
 
 
 # *** a sink as a column ***
+
+
+@dataclass(frozen=True)
+class _Column:
+    """Scores with one more column, the sink: the first one or the last."""
+
+    scores: Node
+    sink: Any
+    first: bool
+
+
+def _column(joined: Any, dim: int) -> _Column | None:
+    """Scores and sink where the node is both side by side along `dim`, joined or padded with a number."""
+    joined = peel(joined)
+    if _is(joined, "constant_pad_nd"):
+        scores, pads, *value = joined.args
+        back = 2 * (_rank(joined) - 1 - dim)  # pads count from the last dimension
+        number, fixed = float(value[0]) if value else 0.0, all(isinstance(p, int) for p in pads)
+        if not fixed or sum(map(abs, pads)) != 1 or 1 not in pads[back : back + 2] or not math.isfinite(number):
+            return None
+        return None if _is_one(_shape(scores)[dim]) else _Column(scores, number, first=pads[back] == 1)
+    if not _is(joined, "cat") or int(_argument(joined, 1)) % _rank(joined) != dim or len(joined.args[0]) != 2:
+        return None
+    pieces = joined.args[0]
+    single = [_is_one(_shape(p)[dim]) for p in pieces]
+    if sum(single) != 1:
+        return None
+    return _Column(pieces[single.index(False)], pieces[single.index(True)], first=single[0])
 
 
 def _columns(twin: Twin) -> None:
@@ -513,33 +607,40 @@ def _columns(twin: Twin) -> None:
             continue
         dim = int(node.args[1]) % max(_rank(node), 1)
         z, _ = _split_shift(node.args[0], dim)  # type: ignore[arg-type]
-        joined = peel(z)
-        if not _is(joined, "cat") or int(_argument(joined, 1)) % _rank(node) != dim:
-            continue
-        pieces = joined.args[0]
-        if len(pieces) != 2 or not _is_one(_shape(pieces[1])[dim]) or _is_one(_shape(pieces[0])[dim]):
+        column = _column(z, dim)
+        if column is None:
             continue
         users = [n for n in _users_of_value(node) if n.users or n in twin.roots]
-        if users and all(_drops_last(u, dim) for u in users):
+        if users and all(_drops_sink(u, dim, column) for u in users):
             for u in users:
-                new = _softmax_for(twin, u, pieces[0], dim, sink=pieces[1])
-                _take_place(twin, u, new, (node, joined))
+                new = _softmax_for(twin, u, column.scores, dim, sink=column.sink)
+                _take_place(twin, u, new, (node, peel(z)))
 
 
 def _users_of_value(node: Node) -> list[Node]:
+    """Who reads the value, the pieces of it where it is split."""
     out: list[Node] = []
     for user in node.users:
-        out += _users_of_value(user) if _is(user, *_SAME_VALUE) else [user]
+        through = _is(user, *_SAME_VALUE) or table.name_of(user) in ("split", "split_with_sizes")
+        out += _users_of_value(user) if through else [user]
     return out
 
 
-def _drops_last(node: Node, dim: int) -> bool:
-    """x[..., :-1] along `dim`, also where all but one were asked for by number."""
+def _drops_sink(node: Node, dim: int, column: _Column) -> bool:
+    """Is the node all of the value along `dim` but the sink: x[..., :-1], x[..., 1:], or that piece of a split?"""
+    part = _shape(node)[dim] if isinstance(node.meta["val"], torch.Tensor) and _rank(node) > dim else None
+    if str(part) != str(_shape(column.scores)[dim]):
+        return False
+    if _is(node, "getitem"):
+        split: Node = node.args[0]  # type: ignore[assignment]
+        rank = _rank(split.args[0])  # type: ignore[arg-type]
+        return int(_argument(split, 2)) % rank == dim and node.args[1] == int(column.first)
     if table.name_of(node) != "slice" or int(_argument(node, 1)) % _rank(node) != dim:
         return False
-    start, step = _argument(node, 2), _argument(node, 4)
-    whole, part = _shape(node.args[0])[dim], _shape(node)[dim]  # type: ignore[arg-type]
-    return start in (0, None) and step == 1 and str(whole - 1) == str(part)
+    start, step, whole = _argument(node, 2) or 0, _argument(node, 4), _shape(node.args[0])[dim]  # type: ignore[arg-type]
+    if isinstance(start, int) and isinstance(whole, int) and start < 0:
+        start += whole
+    return start == int(column.first) and step == 1
 
 
 # *** shifts by hand ***
@@ -564,6 +665,8 @@ def _without_shift(twin: Twin, z: Any, dim: int, before: Node) -> Node | None:
     x, shift = _split_shift(z, dim) if table.name_of(z) == "sub" else (z, None)
     if shift is not None:
         return x
+    if (turned := _subtracted_from_shift(z, dim)) is not None:
+        return _insert(twin, before, aten.neg.default, turned, val=z.meta["val"], like=z)
     for position in _shiftable(z, dim):
         inner = _without_shift(twin, z.args[position], dim, before)
         if inner is not None:
@@ -575,6 +678,15 @@ def _without_shift(twin: Twin, z: Any, dim: int, before: Node) -> Node | None:
                 twin.stops.add(new)
             return new
     return None
+
+
+def _subtracted_from_shift(z: Node, dim: int) -> Node | None:
+    """x of c - x"""
+    if not _is(z, "sub") or z.kwargs or not all(isinstance(a, Node) for a in z.args):
+        return None
+    c, x = z.args
+    shifts = _is_row_constant(c, x, dim) and _depends_on_product(c) and _is_maximum(c)  # type: ignore[arg-type]
+    return x if shifts and _same_shape(x, z) else None  # type: ignore[arg-type, return-value]
 
 
 def _shiftable(z: Node, dim: int) -> tuple[int, ...]:
@@ -608,28 +720,64 @@ def _guards(twin: Twin) -> None:
     for node in list(twin.graph.nodes):
         weights = _guarded(node)
         inner = peel(weights)
-        if isinstance(inner, Node) and inner.target in table.SOFTMAX and inner not in twin.sinks:
+        found = isinstance(inner, Node) and inner.target in table.SOFTMAX and inner not in twin.sinks
+        if found and _same_shape(inner, node):
             dim = int(inner.args[1]) % max(_rank(inner), 1)  # type: ignore[arg-type]
             new = _softmax_for(twin, node, inner.args[0], dim, safe=True)  # type: ignore[arg-type]
             _take_place(twin, node, new, (inner,))
 
 
 def _guarded(node: Node) -> Any:
-    """w where the node is w with 0 for NaN."""
+    """w where the node is w with 0 for NaN, or for the rows of -inf that make it NaN."""
     operation = table.name_of(node)
     if operation == "nan_to_num":
         return node.args[0] if not _argument(node, 1) else None
-    if operation in ("masked_fill", "where"):
-        found = _zeroed(node)
-        if found is None:
-            return None
-        value, condition, inverted = found
-        test = peel(condition)
-        if not inverted and isinstance(test, Node) and table.name_of(test) == "logical_not":
-            test, inverted = peel(test.args[0]), True
-        if inverted and isinstance(test, Node) and table.name_of(test) == "isnan" and peel(test.args[0]) is peel(value):
-            return value
+    found = _zeroed(node) if operation in ("masked_fill", "where") else None
+    if found is None:
+        return None
+    value, condition, marks_zeros = found
+    test, marks_zeros = _without_not(condition, marks_zeros)
+    if marks_zeros and table.name_of(test) == "isnan" and peel(test.args[0]) is peel(value):
+        return value
+    softmax = peel(value)
+    if isinstance(softmax, Node) and softmax.target in table.SOFTMAX:
+        emptiness = _is_empty_row(test, softmax.args[0], int(softmax.args[1]) % max(_rank(softmax), 1))  # type: ignore[arg-type]
+        return value if emptiness is marks_zeros else None
     return None
+
+
+def _without_not(condition: Any, holds: bool) -> tuple[Node, bool]:
+    """(test, whether the condition holds where the test does)"""
+    test = _peel_broadcast(condition)
+    while table.name_of(test) in ("logical_not", "bitwise_not"):
+        test, holds = _peel_broadcast(test.args[0]), not holds
+    return test, holds
+
+
+def _is_empty_row(test: Node, x: Any, dim: int) -> bool | None:
+    """True where the test says that a row of x is all -inf, False where it says the opposite, None where it is no such test."""
+    greatest = _compared_with_minus_infinity(test)
+    if greatest is not None:
+        reduced = _reduction(_peel_item(greatest[0]), ("amax", "max"))
+        return greatest[1] if reduced is not None and peel(reduced[0]) is peel(x) and reduced[1] == dim else None
+    for reduction, wanted in (("all", True), ("any", False)):
+        reduced = _reduction(test, (reduction,))
+        if reduced is not None and reduced[1] == dim:
+            each, holds = _without_not(reduced[0], True)
+            compared = _compared_with_minus_infinity(each)
+            same = compared is not None and peel(compared[0]) is peel(x)
+            return wanted if same and compared is not None and (compared[1] is holds) is wanted else None
+    return None
+
+
+def _compared_with_minus_infinity(test: Node) -> tuple[Any, bool] | None:
+    """(x, True) where the test is x == -inf; (x, False) where it is x != -inf or x > -inf."""
+    operation = table.name_of(test)
+    if operation == "isneginf":
+        return test.args[0], True
+    if operation not in ("eq", "ne", "gt") or not _is_minus_infinity(test.args[1]):
+        return None
+    return test.args[0], operation == "eq"
 
 
 # *** sums of weights ***

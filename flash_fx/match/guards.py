@@ -1,0 +1,115 @@
+"""Conditions on weights: `where(c, softmax(s), 0)`, and what they say about rows without a key.
+
+A condition that is false in every row without a key replaces the NaN that softmax gives there. It may be the mask itself
+(or more than it), or say of a whole row whether it has a key:
+
+    keep.any(-1), ~drop.all(-1), keep.sum(-1) > 0
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from ..score.expr import Const, Expr, Load, Op, rebuild, walk
+from . import aten as table
+from . import index as ix
+from .pull import Index, N, Puller, negate
+
+
+class Guards:
+    """What conditions on weights mean where `keep` says which keys a row has."""
+
+    def __init__(self, puller: Puller, keep: Expr | None) -> None:
+        self.puller, self.keep = puller, keep
+        self._needed = self._conjuncts(keep)
+
+    def hold_only_at_keys(self, condition: Expr) -> bool:
+        """Is the condition false throughout every row without a key?"""
+        return any(self._needed <= self._conjuncts(e) for e in (condition, *self._somewhere(condition)))
+
+    def always_hold(self, condition: Expr | None) -> bool:
+        """Does it hold wherever the weight is not 0 already? A row with a key has one, so a test for one says nothing."""
+        if condition is None:
+            return False
+        return all(any(self._conjuncts(e) <= self._needed for e in (c, *self._somewhere(c))) for c in _parts(condition))
+
+    def _conjuncts(self, e: Expr | None) -> set[Expr]:
+        return set() if e is None else _parts(self._unfold(e))
+
+    def _unfold(self, e: Expr) -> Expr:
+        """Small masks as what they are made from: one may have been captured as it is, and another as its negation."""
+        if isinstance(e, Load):
+            inside = self.puller.inline(self.puller.captures[e.head], e.args)
+            return e if inside is None or inside is e else self._unfold(inside)
+        if isinstance(e, Op) and e.head == "not":
+            return negate(self._unfold(e.args[0]))
+        return rebuild(e, tuple(self._unfold(a) for a in e.args))
+
+    def _somewhere(self, condition: Expr) -> list[Expr]:
+        """The e for which the condition, or a part that it needs, says: there is a key where e holds."""
+        found = []
+        for part in _parts(condition):
+            negated = isinstance(part, Op) and part.head == "not"
+            read = part.args[0] if negated else part
+            if isinstance(read, Load):
+                e = self._exists(self.puller.captures[read.head], read.args, not negated)
+                found += [] if e is None else [e]
+        return found
+
+    def _exists(self, node: Node, index: Index, holds: bool) -> Expr | None:
+        """e where the value at the index is `holds` exactly if e holds for some key of the row."""
+        operation = table.name_of(node)
+        if (step := self.puller.view(node, index)) is not None:
+            return self._exists(*step, holds)
+        if operation in ("logical_not", "bitwise_not") and _is_bool(node.args[0]):
+            return self._exists(node.args[0], index, not holds)  # type: ignore[arg-type]
+        if operation in ("any", "all") and (operation == "any") is holds and _is_bool(node.args[0]):
+            each = self._each(node, index)
+            return None if each is None else each if holds else negate(each)
+        if holds is _COUNTED.get((operation, node.args[-1] if len(node.args) == 2 else None)):  # type: ignore[arg-type]
+            return self._counted(node.args[0], index)  # type: ignore[arg-type]
+        return None
+
+    def _each(self, reduction: Node, index: Index) -> Expr | None:
+        """The value, for one key, of what is reduced over all keys; None where the axis is another."""
+        source: Node = reduction.args[0]  # type: ignore[assignment]
+        dims = reduction.args[1] if len(reduction.args) > 1 else None
+        dims = [dims] if isinstance(dims, int) else dims
+        if not isinstance(dims, (list, tuple)) or len(dims) != 1:
+            return None
+        shape = self.puller.shapes.of(source)
+        dim = int(dims[0]) % len(shape)  # type: ignore[arg-type]
+        kept_dim = len(index) == len(shape)
+        rest = (*index[:dim], *index[dim + 1 :]) if kept_dim else index
+        rows_by_key = any(n is N for i in rest for n in walk(i))
+        if rows_by_key or not ix.same(shape[dim], self.puller.indexer.sizes[N]):
+            return None
+        return self.puller.pull(source, (*rest[:dim], N, *rest[dim:]))
+
+    def _counted(self, total: Node, index: Index) -> Expr | None:
+        """c where the node is the sum of c, or of 1 where c and 0 elsewhere, over all keys."""
+        while (step := self.puller.view(total, index)) is not None:
+            total, index = step
+        each = self._each(total, index) if table.name_of(total) == "sum" else None
+        if each is None or _is_bool(total.args[0]):
+            return each
+        if not isinstance(each, Op) or each.head != "where" or not all(isinstance(a, Const) for a in each.args[1:]):
+            return None
+        numbers = [a.head for a in each.args[1:]]
+        return each.args[0] if numbers == [1, 0] else negate(each.args[0]) if numbers == [0, 1] else None
+
+
+# Comparisons of a number of keys: what they are where there is one.
+_COUNTED: dict[tuple[str, Any], bool] = {
+    ("gt", 0): True, ("ne", 0): True, ("ge", 1): True, ("eq", 0): False, ("lt", 1): False, ("le", 0): False,
+}  # fmt: skip
+
+
+def _is_bool(node: object) -> bool:
+    return isinstance(node, Node) and table.kind_of_dtype(node.meta["val"].dtype) == "bool"
+
+
+def _parts(e: Expr) -> set[Expr]:
+    return _parts(e.args[0]) | _parts(e.args[1]) if isinstance(e, Op) and e.head == "and" else {e}
