@@ -138,9 +138,10 @@ def backward(
     if sums is not None:
         found[0], found[1], found[2] = run.small(grad_out, sums)
     else:
-        rows = run.delta(grad_out, out, lse)
+        made = run.makes_delta(needs)
+        rows = run.rows(grad_out, out, lse, known=not made)
         if needs[0]:
-            found[0] = run.dq(rows)
+            found[0] = run.dq(rows, out if made else None)
         if needs[1] or needs[2]:
             found[1], found[2] = run.dkdv(rows)
     for c, capture in enumerate(captures):
@@ -246,8 +247,12 @@ class _Run:
 
     # *** backward passes ***
 
-    def delta(self, grad_out: Tensor, out: Tensor, lse: Tensor) -> dict[str, Any]:
-        """Arguments that all backward kernels share: the rows, and grad_out."""
+    def makes_delta(self, needs: Sequence[bool]) -> bool:
+        """Whether the kernel of dQ, which has a row's DO at hand, computes DELTA for those that follow."""
+        return needs[0] and self.exact and not _is_empty(self.b, self.h, self.m)
+
+    def rows(self, grad_out: Tensor, out: Tensor, lse: Tensor, *, known: bool) -> dict[str, Any]:
+        """Arguments that all backward kernels share: grad_out, and what is known of rows. DELTA is empty if not `known`."""
         lse = lse.contiguous()
         loses = self.mapped and self.program.empty is None  # rows without a key
         if (loses or fill_of(self.program, self.mapped) is not None) and not _is_empty(self.m):
@@ -265,21 +270,23 @@ class _Run:
                 k: v for k, v in self.operands.items() if k in ("Q", "K") or k.startswith(("stride_q", "stride_k"))
             }
             arguments |= {k: dims[k] for k in ("D", "BLOCK_D", "BLOCK_N", "EVEN_N", "SHORT")} | self.lengths
-        if not _is_empty(self.b, self.h, self.m):
+        if known and not _is_empty(self.b, self.h, self.m):
             self.launch(
                 "delta", tile, self.b * self.h * cdiv(self.m, tile.block_m),
                 **rows, **more, **arguments, OUT=out, **strides("o", "bhmd", out),
             )  # fmt: skip
         return {**rows, **self.operands, **self.captured, **self.lengths, **self.seeded, **more, "LSE": lse}
 
-    def dq(self, rows: dict[str, Any]) -> Tensor:
+    def dq(self, rows: dict[str, Any], out: Tensor | None = None) -> Tensor:
+        """With `out` DELTA of the rows is computed too."""
         dq = gradient_like(self.query)
         if _is_empty(self.b, self.h, self.m):
             return dq
         tile = self.tile("backward_dq")
+        made = {} if out is None else {"OUT": out, **strides("o", "bhmd", out)}
         self.launch(
-            "backward_dq", tile, self.b * self.h * cdiv(self.m, tile.block_m),
-            **rows, **self.dims(tile), DQ=dq, **strides("dq", "bhmd", dq),
+            "backward_dq", tile, self.b * self.h * cdiv(self.m, tile.block_m), out is not None,
+            **rows, **made, **self.dims(tile), DQ=dq, **strides("dq", "bhmd", dq),
         )  # fmt: skip
         return dq
 

@@ -197,6 +197,7 @@ def _common(spec: KernelSpec) -> dict[str, Any]:
         "precision": f', input_precision="{spec.precision}"' if spec.precision else "",
         "add_dot": partial(_add_dot, spec.precision),
         "whole": False,  # a tile holds all keys of a row
+        "makes_delta": False,  # rowsum(OUT * DO) is not known yet
         "total": "",
         "batches_first": batches_share_tiles(program),
         "causal_like": _stops_late(kv_region(_inner(spec))),
@@ -556,9 +557,10 @@ def block_lists_context(spec: KernelSpec) -> dict[str, Any]:
 _BLOCKS: dict[str, Any] = {"BLOCK": BLOCK, "EMPTY": EMPTY, "PARTIAL": PARTIAL, "FULL": FULL}
 
 
-def backward_dq_context(spec: KernelSpec) -> dict[str, Any]:
+def backward_dq_context(spec: KernelSpec, makes_delta: bool = False) -> dict[str, Any]:
     walks = derivative(_outside(spec).score, SCORE) is not _ZERO
-    return {**_common(spec), **_over_keys(_Loops(spec, _score_slopes(spec), walks=walks))}
+    loops = _over_keys(_Loops(spec, _score_slopes(spec), walks=walks))
+    return {**_common(spec), **loops, "makes_delta": makes_delta}
 
 
 def backward_dkdv_context(spec: KernelSpec) -> dict[str, Any]:
