@@ -1,4 +1,4 @@
-"""The command line: `flash-fx demo` and `flash-fx explain MODULE:CALLABLE`.
+"""The command line: `flash-fx demo`, `flash-fx explain MODULE:CALLABLE` and `flash-fx bench`.
 
 Exit codes: 0 done; 1 nothing was fused and --strict was given; 2 a usage error or a target that cannot be explained.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from .errors import TargetError
@@ -29,6 +30,13 @@ DEMO_EXAMPLES = """\
 examples:
   flash-fx demo
   flash-fx demo --model llama --seq 1024 4096 --dtype bfloat16
+"""
+
+
+BENCH_EXAMPLES = """\
+examples:
+  flash-fx bench
+  flash-fx bench --seq 512 2048 8192 --plot cost.svg --csv cost.csv
 """
 
 
@@ -72,6 +80,13 @@ def demo(arguments: argparse.Namespace) -> int:
     return run(arguments.model, arguments.seq, arguments.dtype, arguments.steps)
 
 
+def bench(arguments: argparse.Namespace) -> int:
+    """`flash-fx bench`."""
+    from .bench import run
+
+    return run(arguments.seq, arguments.dtype, arguments.plot, arguments.csv, arguments.repeats)
+
+
 def _prepare(fn: Any, args: tuple, train: bool) -> None:
     import torch
 
@@ -88,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Find hand-written attention in torch.compile graphs and replace it with flash attention.",
     )
     parser.add_argument("--version", action="version", version=f"flash-fx {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{demo,explain}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{demo,explain,bench}")
 
     p = _command(
         commands, "explain", explain, "show what would be fused in a model, and what not and why", EXPLAIN_EXAMPLES
@@ -120,6 +135,28 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--steps", type=_positive, default=None, metavar="N", help="timed steps (default: 20 on CUDA, 10 on the CPU)"
     )
+
+    p = _command(
+        commands, "bench", bench, "measure how time and memory of an attention grow with its length", BENCH_EXAMPLES
+    )
+    p.add_argument(
+        "--seq",
+        type=_positive,
+        nargs="+",
+        metavar="N",
+        help="lengths (default: 512 to 131072 on CUDA, 128 to 1024 on the CPU)",
+    )
+    p.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on CUDA, else float32"
+    )
+    p.add_argument("--repeats", type=_positive, default=5, metavar="N", help="timed steps of each point (default: 5)")
+    p.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw both on logarithmic axes; the suffix is the format (needs matplotlib)",
+    )
+    p.add_argument("--csv", type=Path, metavar="FILE", help="write the numbers")
     return parser
 
 

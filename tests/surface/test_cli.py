@@ -116,7 +116,7 @@ def test_version(capsys):
     [
         ([], "required"),
         (["explain"], "MODULE:CALLABLE"),
-        (["bench"], "invalid choice"),
+        (["benchmark"], "invalid choice"),
         (["demo", "--seq", "0"], "expected a positive number, got '0'"),
         (["demo", "--model", "t5"], "invalid choice"),
     ],

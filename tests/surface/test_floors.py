@@ -18,7 +18,7 @@ FLOORS = {
     **dict.fromkeys(
         ["placing", "block_maps", "rewriting", "graph_pass", "backend", "explaining", "exported", "testing"], 4
     ),
-    **dict.fromkeys(["pytest_plugin", "target", "measure", "demo_models", "demo", "cli", "__main__", "__init__"], 5),
+    **dict.fromkeys(["pytest_plugin", "target", "measure", "demo_models", "demo", "bench", "cli", "__main__", "__init__"], 5),
 }
 APART = {
     ("match", "kernels"), ("kernels", "match"), ("match", "tiled"), ("tiled", "match"), ("match", "cpu_sdpa"),
