@@ -150,12 +150,7 @@ def _insert(twin: Twin, before: Node, target: Any, *args: Any, val: torch.Tensor
 
 def _take_place(twin: Twin, old: Node, new: Node, between: tuple[Node, ...] = ()) -> None:
     """`new` stands for `old` from now on. A stop of the gradient anywhere in between becomes a stop at `new`."""
-    old.replace_all_uses_with(new)
-    for entries in twin.history.values():
-        entries[:] = [(moment, new if node is old else node) for moment, node in entries]
-    if old in twin.roots:
-        twin.roots.remove(old)
-        twin.roots.add(new)
+    twin.replace(old, new)
     if any(n.meta.get("stop") for n in (old, *between)):
         new.meta["stop"] = True
         twin.stops.add(new)
