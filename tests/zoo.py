@@ -924,6 +924,18 @@ def exp_of_difference_with_logsumexp(q, k, v):
     return (s - s.logsumexp(-1, keepdim=True)).exp() @ v
 
 
+@row(*qkv(), KEEP, program="score = where(c0[b, 0, 0, kv_idx], -10000.0, score)")
+def exp_of_difference_with_logsumexp_of_filled_scores(q, k, v, keep):
+    s = (q @ k.mT).masked_fill(~keep, -1e4)
+    return (s - s.logsumexp(-1, keepdim=True)).exp() @ v
+
+
+@row(*qkv(), KEEP, verdict="leave", sites=0)
+def exp_of_difference_with_logsumexp_of_huge_fills(q, k, v, keep):
+    s = (q @ k.mT).masked_fill(~keep, -1e30)  # a row without keys has weights of 1: log(n) is lost beside -1e30
+    return (s - s.logsumexp(-1, keepdim=True)).exp() @ v
+
+
 @row(*qkv(), program="score = score * 0.25; sink = 0.0")
 def softmax_plus_one(q, k, v):
     s = q @ k.mT * 0.25

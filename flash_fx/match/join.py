@@ -84,7 +84,7 @@ def _pair(twin: Twin, node: Node) -> tuple[_Term, _Term] | None:
     operation = table.name_of(node)
     if operation not in ("add", "sub") or node.kwargs or _stops(node):
         return None
-    if not all(isinstance(a, Node) and _texts(a) == _texts(node) for a in node.args):
+    if not all(isinstance(a, Node) and _is_alike(a, node) for a in node.args):
         return None
     x, y = _term(twin, node.args[0], 1.0), _term(twin, node.args[1], 1.0 if operation == "add" else -1.0)  # type: ignore[arg-type]
     if x is None or y is None or not _at_the_same_positions(x, y) or not _pays(x, y):
@@ -158,13 +158,15 @@ def _rows(term: _Term) -> list[tuple[str, Expr]]:
 def _pays(x: _Term, y: _Term) -> bool:
     """Are the scores larger than the rows that have to be copied? For one query over many keys they are not."""
     m, n = (compat.sym_hint(size) for size in x.product.meta["val"].shape[1:])
-    length = _length(x) + _length(y)
+    try:  # kernels are made for one head dimension, so it is guarded on
+        length = sum(compat.specialise(t.product.args[0].meta["val"].shape[2]) for t in (x, y))  # type: ignore[union-attr]
+    except ValueError:
+        return False
     return length <= WIDE and m * n > (m + n) * length
 
 
-def _length(term: _Term) -> int:
-    """The head dimension, guarded on: kernels are made for one."""
-    return compat.specialise(term.product.args[0].meta["val"].shape[2])  # type: ignore[union-attr]
+def _is_alike(x: Node, y: Node) -> bool:
+    return _texts(x) == _texts(y) and x.meta["val"].dtype == y.meta["val"].dtype
 
 
 def _texts(node: Node) -> list[str]:

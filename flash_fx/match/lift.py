@@ -20,7 +20,7 @@ from ..score.simplify import simplify
 from . import aten as table
 from . import index as ix
 from .captures import renumber, unfold
-from .normalize import Twin, leaf_value
+from .normalize import Twin, closure, leaf_value
 from .operand import B, H, as_operand
 from .pull import D, I, Index, M, N, Puller, compare, logical, negate
 from .shapes import Shapes
@@ -219,6 +219,8 @@ def _build(twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: in
     sizes = puller.indexer.sizes
     score, keep = _fills(lifted.score)
     weight, drop = _split_weight(lifted.weight, _conjuncts(keep), anchor)
+    if lifted.empty is not None and (_multiplies_infinity(score) or any(map(_comes_from_infinity, puller.captures))):
+        raise Reject(Reason.WEIGHT, anchor, "NaN is replaced by 0, and 0 * inf makes it of every score")
     empty = lifted.empty if lifted.empty is not None else _empty_rows(puller, lifted.weight, score, keep, anchor)
     exprs = [e for e in (score, keep, weight, lifted.sink) if e is not None]
     keys = [*lifted.key[1], *lifted.value[1]]
@@ -357,6 +359,18 @@ def _empty_rows(puller: Puller, weight: Expr, score: Expr, keep: Expr | None, an
     if (keep is not None and not covered) or _may_hold_infinity(puller, score):
         raise Reject(Reason.WEIGHT, anchor, "weights are replaced by 0 where a whole row may be NaN")
     return None if keep is None else 0.0
+
+
+def _multiplies_infinity(e: Expr) -> bool:
+    """Does `(1 - mask) * -inf` hold NaN where the mask is 1? An empty row is one of -inf, which that is not."""
+    products = [n for n in walk(e) if isinstance(n, Op) and n.head == "mul"]
+    return any(isinstance(a, Const) and math.isinf(a.head) for n in products for a in n.args)
+
+
+def _comes_from_infinity(node: Node) -> bool:
+    made_of = closure([node], lambda n: n.all_input_nodes if table.name_of(n) in table.TRANSPARENT else ())
+    products = [n for n in made_of if table.name_of(n) == "mul"]
+    return any(isinstance(a, float) and math.isinf(a) for n in products for a in n.args)
 
 
 def _selecting(e: Expr) -> Expr | None:

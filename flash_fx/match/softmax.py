@@ -495,8 +495,19 @@ def _logarithms(twin: Twin) -> None:
         elif _is(inner, "sub") and not inner.kwargs:
             x, reduced = inner.args[0], _reduction(inner.args[1], ("logsumexp",))
             alike = isinstance(x, Node) and _same_shape(x, node)
-            if alike and reduced is not None and peel(reduced[0]) is peel(x):
+            if alike and reduced is not None and peel(reduced[0]) is peel(x) and not _loses_logarithm(x):
                 _take_place(twin, node, _softmax_for(twin, node, x, reduced[1]), (inner,))
+
+
+def _loses_logarithm(x: Node) -> bool:
+    """Are scores filled with numbers beside which log(n) vanishes? Rows of such fills have weights of 1 each, not 1 / n."""
+    greatest = 0.01 / torch.finfo(x.meta["val"].dtype).eps
+    made_of = closure([x], lambda n: n.all_input_nodes if table.name_of(n) in table.TRANSPARENT else ())
+    numbers = [a for n in made_of if table.name_of(n) in _WITH_NUMBERS for a in n.args if isinstance(a, (int, float))]
+    return any(greatest < abs(a) < math.inf for a in numbers)
+
+
+_WITH_NUMBERS = frozenset(table.POINTWISE) | {"masked_fill", "full", "scalar_tensor", "full_like", "new_full"}
 
 
 # *** a sink as a column ***
