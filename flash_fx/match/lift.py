@@ -7,6 +7,7 @@ indices are known, `$i` is split into batch and head by the divisor the graph it
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -219,8 +220,8 @@ def _build(twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: in
     sizes = puller.indexer.sizes
     score, keep = _fills(lifted.score)
     weight, drop = _split_weight(lifted.weight, _conjuncts(keep), anchor)
-    if lifted.empty is not None and (_multiplies_infinity(score) or any(map(_comes_from_infinity, puller.captures))):
-        raise Reject(Reason.WEIGHT, anchor, "NaN is replaced by 0, and 0 * inf makes it of every score")
+    if lifted.empty is not None and _holds_infinity_beside(score, puller.captures):
+        raise Reject(Reason.WEIGHT, anchor, "NaN is replaced by 0, and it may stand in rows that have keys")
     empty = lifted.empty if lifted.empty is not None else _empty_rows(puller, lifted.weight, score, keep, anchor)
     exprs = [e for e in (score, keep, weight, lifted.sink) if e is not None]
     keys = [*lifted.key[1], *lifted.value[1]]
@@ -361,16 +362,30 @@ def _empty_rows(puller: Puller, weight: Expr, score: Expr, keep: Expr | None, an
     return None if keep is None else 0.0
 
 
-def _multiplies_infinity(e: Expr) -> bool:
-    """Does `(1 - mask) * -inf` hold NaN where the mask is 1? An empty row is one of -inf, which that is not."""
-    products = [n for n in walk(e) if isinstance(n, Op) and n.head == "mul"]
-    return any(isinstance(a, Const) and math.isinf(a.head) for n in products for a in n.args)
+def _holds_infinity_beside(score: Expr, captures: list[Node]) -> bool:
+    """Can a row be NaN for another reason than that `keep` leaves it no key, as by `(1 - mask) * -inf`?
+
+    Numbers in the score, and those that captures are made of; what comes from outside counts as a mask of -inf at most.
+    """
+
+    def made_of(nodes: list[Node]) -> set[Node]:
+        return closure(nodes, lambda n: n.all_input_nodes if table.name_of(n) in table.TRANSPARENT else ())
+
+    turned = [n for n in made_of(captures) if table.name_of(n) in ("mul", "div", "neg", "sub", "rsub")]
+    turned += [captures[n.head] for n in set(walk(score)) - set(_added(score)) if isinstance(n, Load)]
+    numbers = [a for n in made_of(turned) for a in n.args] + [n.head for n in walk(score) if isinstance(n, Const)]
+    return any(isinstance(a, float) and not math.isfinite(a) for a in numbers)
 
 
-def _comes_from_infinity(node: Node) -> bool:
-    made_of = closure([node], lambda n: n.all_input_nodes if table.name_of(n) in table.TRANSPARENT else ())
-    products = [n for n in made_of if table.name_of(n) == "mul"]
-    return any(isinstance(a, float) and math.isinf(a) for n in products for a in n.args)
+def _added(e: Expr) -> Iterator[Expr]:
+    """Loads that the score is a sum of, so that a -inf in them stays one."""
+    if isinstance(e, Load):
+        yield e
+    elif isinstance(e, Op):
+        scaled = e.head in ("mul", "div") and isinstance(e.args[1], Const) and e.args[1].head > 0
+        summed = e.args if e.head in ("add", "float") else e.args[1:] if e.head == "where" else e.args[:scaled]
+        for a in summed:
+            yield from _added(a)
 
 
 def _selecting(e: Expr) -> Expr | None:
