@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, disable_functional_mode
 from torch.fx.experimental.proxy_tensor import (
@@ -85,8 +86,25 @@ def symbol_value(size: Any, symbol: Any) -> Any:
 
 
 def specialise(size: Any) -> int:
-    """The value of a size as a number; Dynamo then guards on it."""
+    """The value of a size as a number, on which Dynamo then guards.
+
+    Raises ValueError where it must stay free: the user marked it dynamic, or nobody guards, as in an exported program.
+    """
+    if isinstance(size, torch.SymInt) and (TracingContext.try_get() is None or _is_marked_dynamic(size)):
+        raise ValueError(f"{size} has no fixed value")
     return int(size)
+
+
+def _is_marked_dynamic(size: torch.SymInt) -> bool:
+    """Would Dynamo raise if this size became a number?"""
+    symbols = sym_expr(size).free_symbols
+    for tracked in size.node.shape_env.tracked_fakes or ():
+        constraints = getattr(tracked.symbolic_context, "constraint_sizes", None) or ()
+        for dim, constraint in zip(getattr(tracked.fake, "shape", ()), constraints, strict=False):
+            free = isinstance(dim, torch.SymInt) and not symbols.isdisjoint(sym_expr(dim).free_symbols)
+            if free and constraint is not None and not constraint.warn_only:
+                return True
+    return False
 
 
 def inner_backend(name: str) -> Callable:

@@ -315,6 +315,36 @@ def table_longer_than_the_folded_heads(q, k, v):
     return (sm(s) @ v.flatten(0, 1)).view_as(q)
 
 
+def nan_guard_of_scores_that_are_all_nan(q, k, v):
+    keep = (torch.arange(N) < 5).float()
+    return torch.nan_to_num(sm(q @ k.mT + (1 - keep) * -INF)) @ v  # 0 * inf
+
+
+def nan_guard_of_scores_that_are_nan_by_a_captured_mask(q, k, v):
+    mask = (1 - (v[:1, :1, :, :1].detach() > -9).float()).mT * -INF
+    return torch.nan_to_num(sm(q @ k.mT + mask)) @ v
+
+
+def nan_guard_of_plus_infinity(q, k, v):
+    s = (q @ k.mT).masked_fill(torch.arange(N) > 4, -INF)
+    return torch.nan_to_num(sm(s * -0.2)) @ v
+
+
+def nan_guard_of_a_mask_of_plus_infinity(q, k, v):
+    mask = torch.zeros(N).masked_fill(v[0, 0, :, 0].detach() > 0, -INF)
+    return torch.nan_to_num(sm(q @ k.mT - mask)) @ v
+
+
+def logsumexp_beside_a_huge_fill(q, k, v):
+    s = (q @ k.mT).masked_fill(torch.arange(M)[:, None] > 2, -1e30)
+    return torch.exp(s - s.logsumexp(-1, keepdim=True)) @ v
+
+
+def logsumexp_beside_a_huge_mask(q, k, v):
+    s = q @ k.mT + (torch.arange(M)[:, None] > 2) * torch.finfo(torch.float32).min
+    return torch.exp(s - s.logsumexp(-1, keepdim=True)) @ v
+
+
 HELPERS = (sm, ex)
 FUNCTIONS = [f for f in list(globals().values()) if getattr(f, "__module__", "") == __name__ and f not in HELPERS]
 
@@ -401,3 +431,29 @@ def test_strides_of_a_returned_result_are_eagers():
     args = [torch.randn(B, H, n, D) for n in (M, N, N)]
     compiled = torch.compile(f, backend=flash_fx.make_backend(inner="aot_eager"))
     assert compiled(*args).stride() == f(*args).stride()
+
+
+class Channels(torch.nn.Module):
+    """Channels attend to channels: the rows of the products are as long as the sequence."""
+
+    def forward(self, qkv):
+        q, k, v = qkv.unflatten(-1, (3, 2, 6)).permute(2, 0, 3, 4, 1)
+        return sm(F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT) @ v
+
+
+def test_a_size_that_is_marked_dynamic_stays_free():
+    compiled = torch.compile(Channels(), backend=flash_fx.make_backend(inner="aot_eager"))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length in (20, 31):
+            qkv = torch.randn(B, length, 36)
+            torch._dynamo.mark_dynamic(qkv, 1)
+            torch.testing.assert_close(compiled(qkv), Channels()(qkv))
+
+
+def test_a_run_time_head_dim_of_an_exported_program_stays_free():
+    qkv = torch.randn(B, 20, 36)
+    exported = torch.export.export(Channels(), (qkv,), dynamic_shapes=({1: torch.export.Dim("length", max=512)},))
+    report = flash_fx.rewrite(exported)
+    assert [s.reason for s in report.sites] == ["head-dim"]
+    longer = torch.randn(B, 31, 36)
+    torch.testing.assert_close(exported.module()(longer), Channels()(longer))

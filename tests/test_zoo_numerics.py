@@ -21,7 +21,7 @@ HALF = [
     "matmul_operator", "einsum_bmhd", "baddbmm_bias", "conv_channels_first", "packed_projection", "scale_learned",
     "bias_hmn", "bias_scalar", "int_mask_finfo_min", "causal_buffer", "causal_bottom_right", "sliding_window",
     "in_place_updates", "grouped_expand_reshape", "head_dim_80", "weights_detached",
-    "chain_of_three", "under_checkpoint", "bucket_embedding", "index_buffer",
+    "chain_of_three", "under_checkpoint", "bucket_embedding", "index_buffer", "content_and_position_scaled_apart",
 ]  # fmt: skip
 INDUCTOR = [
     "packed_projection", "einsum_bmhd", "bias_b1mn", "causal_buffer", "grouped_repeat_interleave", "weights_in_a_loss",

@@ -455,6 +455,53 @@ def mask_and_bias(q, k, v, keep, bias):
     return (q @ k.mT * 0.25 + bias + added).softmax(-1) @ v
 
 
+JOINED = (*qkv(d=4), *floats((B, H, M, 2), (B, H, N, 2)))
+
+
+@row(*JOINED, program=PLAIN)
+def content_and_position(q, k, v, p, r):
+    return ((q @ k.mT + p @ r.mT) * 0.25).softmax(-1) @ v  # one product of rows of 6
+
+
+@row(*JOINED, program="score = score * 0.5")
+def content_and_position_scaled_apart(q, k, v, p, r):
+    scores = torch.einsum("bhmd,bhnd->bhmn", q, k) / 4
+    scores -= 0.5 * (r @ p.mT).mT
+    return scores.softmax(-1) @ v
+
+
+@row(*JOINED, program=(PLAIN, "score = score * 2.0"), sites=2)
+def content_and_position_twice(q, k, v, p, r):
+    content, position = q @ k.mT, p @ r.mT
+    return ((content + position) * 0.25).softmax(-1) @ v, (position + 2 * content).softmax(-1) @ v
+
+
+@row(*JOINED, program="score = score + c0[b, h, q_idx, kv_idx]")
+def position_that_is_returned(q, k, v, p, r):
+    position = p @ r.mT
+    return (q @ k.mT + position).softmax(-1) @ v, position
+
+
+@row(*JOINED, program="score = score + c0[b, h, q_idx, kv_idx]")
+def position_without_gradient(q, k, v, p, r):
+    return (q @ k.mT + (p @ r.mT).detach()).softmax(-1) @ v
+
+
+@row(*JOINED, program="score = score + c0[b, h, q_idx, kv_idx]")
+def position_of_the_other_head(q, k, v, p, r):
+    return (q @ k.mT + (p @ r.mT).flip(1)).softmax(-1) @ v
+
+
+@row(*JOINED[:3], *floats((H, B, M, 2), (H, B, N, 2)), program="score = score + c0[h, b, q_idx, kv_idx]")
+def position_with_heads_first(q, k, v, p, r):
+    return (q @ k.mT + (p @ r.mT).transpose(0, 1)).softmax(-1) @ v
+
+
+@row(*JOINED[:3], *floats((B, H, M, 9), (B, H, N, 9)), program="score = score + c0[b, h, q_idx, kv_idx]")
+def position_of_longer_rows(q, k, v, p, r):
+    return (q @ k.mT + p @ r.mT).softmax(-1) @ v  # the joined rows would be larger than the scores
+
+
 # *** tables of relative positions ***
 
 DIAGONAL = "score = score * 0.25 + c0[h, kv_idx + 16 - q_idx]"
@@ -960,6 +1007,18 @@ def softmin_of_distances(q, k, v):
 @row(*qkv(), program=PLAIN)
 def exp_of_difference_with_logsumexp(q, k, v):
     s = q @ k.mT * 0.25
+    return (s - s.logsumexp(-1, keepdim=True)).exp() @ v
+
+
+@row(*qkv(), KEEP, program="score = where(c0[b, 0, 0, kv_idx], -10000.0, score)")
+def exp_of_difference_with_logsumexp_of_filled_scores(q, k, v, keep):
+    s = (q @ k.mT).masked_fill(~keep, -1e4)
+    return (s - s.logsumexp(-1, keepdim=True)).exp() @ v
+
+
+@row(*qkv(), KEEP, verdict="leave", sites=0)
+def exp_of_difference_with_logsumexp_of_huge_fills(q, k, v, keep):
+    s = (q @ k.mT).masked_fill(~keep, -1e30)  # a row without keys has weights of 1: log(n) is lost beside -1e30
     return (s - s.logsumexp(-1, keepdim=True)).exp() @ v
 
 

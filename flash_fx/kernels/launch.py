@@ -29,12 +29,11 @@ from .render import is_rendered, load_kernel
 from .small import chunks_of_batches, is_small, sums_of, tile_of
 from .spec import CaptureFact, KernelSpec
 from .tables import gather, gathered, tables_of
-from .tiles import HOPPER_SHARED, UNKNOWN, Tile, padded, tile_for
+from .tiles import HOPPER_MULTIPROCESSORS, HOPPER_SHARED, UNKNOWN, Tile, padded, tile_for
 
 Size = Any  # int or torch.SymInt
 MOST_ROWS = 64  # of a tile that holds the queries of several heads
 LEAST_KEYS = 512  # fewer are not worth a second kernel
-PROGRAMS = 1024  # that read keys at the same time: several for each multiprocessor of a large GPU
 SHORT = 512  # below, a loop is over before the second of two loops has its first loads
 INT32_MAX = 2**31 - 1
 SUMMING = 512  # programs that sum the gradient of a matrix
@@ -230,7 +229,8 @@ class _Run:
         rows = self.m * self.lengths["G"]
         tile = self.tile("decode")
         dims = self.dims(replace(tile, block_m=max(16, 1 << (rows - 1).bit_length())))
-        split = split_length(self.b * self.hk, self.n, tile.block_n)
+        resident = 2 * multiprocessors(self.query.device)
+        split = split_length(self.b * self.hk, self.n, tile.block_n, resident)
         splits = cdiv(self.n, split)
         part = self.query.new_empty((splits, *out.shape), dtype=torch.float32)
         tops, sums = (self.query.new_empty((splits, *lse.shape), dtype=torch.float32) for _ in range(2))
@@ -484,11 +484,16 @@ def _place(total: Tensor, gradient: Gradient, found: Tensor) -> Tensor:
     return total
 
 
-def split_length(batches: Size, n: Size, block: int) -> int:
-    """Keys for each program, a multiple of the block, so that `batches` of them make about PROGRAMS."""
+def split_length(batches: Size, n: Size, block: int, resident: int) -> int:
+    """Keys for each program, a multiple of the block, so that programs come in full waves of `resident`.
+
+    The longest parts that leave little of the last wave idle: every part starts its loads anew.
+    """
     if not (isinstance(batches, int) and isinstance(n, int)):
         return 512
-    splits = max(1, min(cdiv(PROGRAMS, batches), cdiv(n, 256)))
+    most = max(1, min(cdiv(4 * resident, batches), cdiv(n, 256)))
+    busy = {s: batches * s / (cdiv(batches * s, resident) * resident) for s in range(1, most + 1)}
+    splits = next(s for s, share in busy.items() if share >= 0.85 * max(busy.values()))
     return cdiv(cdiv(n, splits), block) * block
 
 
@@ -605,3 +610,10 @@ def shared_memory(device: torch.device) -> int:
         return HOPPER_SHARED
     properties = torch.cuda.get_device_properties(device)
     return getattr(properties, "shared_memory_per_block_optin", 0) or (64 * 1024 if torch.version.hip else 99 * 1024)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return HOPPER_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -10,6 +10,7 @@ from .facts import matrices_of
 from .spec import KernelSpec
 
 HOPPER_SHARED = 227 * 1024
+HOPPER_MULTIPROCESSORS = 132
 UNKNOWN = 1 << 30  # a length, under dynamic shapes
 _OVERRIDE: list[Tile] = []
 

@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from ..reject import Reason, Reject
 from . import aten as table
+from .join import join_products
 from .lift import lift_site
 from .near import hides_softmax, names_softmax, unseen
 from .normalize import Twin, closure, resembles_softmax, target_name
@@ -38,6 +39,7 @@ class Found:
 def find_sites(twin: Twin) -> list[Found]:
     """All attentions in graph order."""
     canonicalise(twin)
+    join_products(twin)
     live = closure([*twin.roots, *(s for s in twin.sinks.values() if isinstance(s, Node))])
     found: list[Found] = []
     for anchor in twin.graph.nodes:

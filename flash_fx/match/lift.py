@@ -7,6 +7,7 @@ indices are known, `$i` is split into batch and head by the divisor the graph it
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,7 +22,7 @@ from . import aten as table
 from . import index as ix
 from .captures import renumber, unfold
 from .guards import Guards
-from .normalize import Twin, leaf_value
+from .normalize import Twin, closure, leaf_value
 from .operand import B, H, as_operand
 from .pull import D, I, Index, M, N, Puller, compare, logical, negate
 from .shapes import Shapes
@@ -224,6 +225,8 @@ def _build(twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: in
     empty = lifted.empty
     if empty is None:
         empty = _empty_rows(puller, lifted.weight, score, guards, anchor)
+    elif _holds_infinity_beside(score, puller.captures):
+        raise Reject(Reason.WEIGHT, anchor, "NaN is replaced by 0, and it may stand in rows that have keys")
     exprs = [e for e in (score, keep, weight, lifted.sink) if e is not None]
     keys = [*lifted.key[1], *lifted.value[1]]
     heads = _heads([[*_indices(puller, lifted.query)], exprs, keys], sizes[I], shapes)
@@ -360,6 +363,32 @@ def _empty_rows(puller: Puller, weight: Expr, score: Expr, guards: Guards, ancho
     if (guards.keep is not None and not covered) or _may_hold_infinity(puller, score):
         raise Reject(Reason.WEIGHT, anchor, "weights are replaced by 0 where a whole row may be NaN")
     return None if guards.keep is None else 0.0
+
+
+def _holds_infinity_beside(score: Expr, captures: list[Node]) -> bool:
+    """Can a row be NaN for another reason than that `keep` leaves it no key, as by `(1 - mask) * -inf`?
+
+    Numbers in the score, and those that captures are made of; what comes from outside counts as a mask of -inf at most.
+    """
+
+    def made_of(nodes: list[Node]) -> set[Node]:
+        return closure(nodes, lambda n: n.all_input_nodes if table.name_of(n) in table.TRANSPARENT else ())
+
+    turned = [n for n in made_of(captures) if table.name_of(n) in ("mul", "div", "neg", "sub", "rsub")]
+    turned += [captures[n.head] for n in set(walk(score)) - set(_added(score)) if isinstance(n, Load)]
+    numbers = [a for n in made_of(turned) for a in n.args] + [n.head for n in walk(score) if isinstance(n, Const)]
+    return any(isinstance(a, float) and not math.isfinite(a) for a in numbers)
+
+
+def _added(e: Expr) -> Iterator[Expr]:
+    """Loads that the score is a sum of, so that a -inf in them stays one."""
+    if isinstance(e, Load):
+        yield e
+    elif isinstance(e, Op):
+        scaled = e.head in ("mul", "div") and isinstance(e.args[1], Const) and e.args[1].head > 0
+        summed = e.args if e.head in ("add", "float") else e.args[1:] if e.head == "where" else e.args[:scaled]
+        for a in summed:
+            yield from _added(a)
 
 
 def _selecting(e: Expr) -> Expr | None:

@@ -87,6 +87,15 @@ class Twin:
     sums: dict[Node, Node] = field(default_factory=dict)  # value product -> the sum of products that it is part of
     sinks: dict[Node, Any] = field(default_factory=dict)  # softmax -> logit of one more term of its denominator
 
+    def replace(self, old: Node, new: Node) -> None:
+        """`new` stands for `old` from now on."""
+        old.replace_all_uses_with(new)
+        for entries in self.history.values():
+            entries[:] = [(moment, new if node is old else node) for moment, node in entries]
+        if old in self.roots:
+            self.roots.remove(old)
+            self.roots.add(new)
+
     def value_at(self, user: Node, moment: int) -> Node | None:
         """The twin node that holds the value of `user` just before the node at `moment` runs."""
         found = None

@@ -154,12 +154,7 @@ def _insert(twin: Twin, before: Node, target: Any, *args: Any, val: torch.Tensor
 
 def _take_place(twin: Twin, old: Node, new: Node, between: tuple[Node, ...] = ()) -> None:
     """`new` stands for `old` from now on. A stop of the gradient anywhere in between becomes a stop at `new`."""
-    old.replace_all_uses_with(new)
-    for entries in twin.history.values():
-        entries[:] = [(moment, new if node is old else node) for moment, node in entries]
-    if old in twin.roots:
-        twin.roots.remove(old)
-        twin.roots.add(new)
+    twin.replace(old, new)
     if any(n.meta.get("stop") for n in (old, *between)):
         new.meta["stop"] = True
         twin.stops.add(new)
@@ -546,7 +541,8 @@ def _logarithms(twin: Twin) -> None:
             _take_place(twin, node, _softmax_for(twin, node, x, dim), (inner,))  # type: ignore[arg-type]
         elif _is(inner, "sub") and not inner.kwargs:
             x = inner.args[0]
-            found = _log_total(inner.args[1], x) if isinstance(x, Node) and _same_shape(x, node) else None
+            known = isinstance(x, Node) and _same_shape(x, node) and not _loses_logarithm(x)
+            found = _log_total(inner.args[1], x) if known else None  # type: ignore[arg-type]
             if found is not None:
                 _take_place(twin, node, _softmax_for(twin, node, x, *found), (inner,))  # type: ignore[arg-type]
 
@@ -568,6 +564,17 @@ def _log_total(total: Any, x: Node) -> tuple[int, Any] | None:
         if found is not None and found[1] is None and _is_row_constant(sink, x, found[0]):
             return found[0], sink
     return None
+
+
+def _loses_logarithm(x: Node) -> bool:
+    """Are scores filled with numbers beside which log(n) vanishes? Rows of such fills have weights of 1 each, not 1 / n."""
+    greatest = 0.01 / torch.finfo(x.meta["val"].dtype).eps
+    made_of = closure([x], lambda n: n.all_input_nodes if table.name_of(n) in table.TRANSPARENT else ())
+    numbers = [a for n in made_of if table.name_of(n) in _WITH_NUMBERS for a in n.args if isinstance(a, (int, float))]
+    return any(greatest < abs(a) < math.inf for a in numbers)
+
+
+_WITH_NUMBERS = frozenset(table.POINTWISE) | {"masked_fill", "full", "scalar_tensor", "full_like", "new_full"}
 
 
 # *** a sink as a column ***

@@ -54,7 +54,7 @@ def test_decode(name: str, dtype: torch.dtype) -> None:
 
 def test_more_parts_than_are_joined_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The greatest scores come last, so that every step of the joining rescales what it has."""
-    monkeypatch.setattr(launch, "split_length", lambda batches, n, block: block)
+    monkeypatch.setattr(launch, "split_length", lambda batches, n, block, resident: block)
     program, tensors = parse("score = score * 0.25 + float(kv_idx) * 0.05"), operands(ONE, torch.float32)
     assert ONE.n > 16 * launch._Run(*tensors[:3], [], [], None, program).tile("decode").block_n
     compare(
@@ -72,9 +72,15 @@ def test_the_result_is_written_in_the_order_that_was_asked_for() -> None:
 
 @pytest.mark.parametrize(("batches", "n"), [(1, 512), (1, 65536), (64, 4096), (5000, 700), (3, 100000)])
 def test_splits_cover_every_key_once(batches: int, n: int) -> None:
-    split = launch.split_length(batches, n, 64)
+    split = launch.split_length(batches, n, 64, 264)
     assert split % 64 == 0 and split >= 64
     assert -(-n // split) * split >= n > (-(-n // split) - 1) * split
+
+
+@pytest.mark.parametrize(("batches", "n", "splits"), [(64, 4096, 4), (100, 4096, 5), (264, 4096, 1), (8, 65536, 29)])
+def test_splits_fill_waves_of_programs(batches: int, n: int, splits: int) -> None:
+    split = launch.split_length(batches, n, 64, 264)
+    assert -(-n // split) == splits
 
 
 @pytest.mark.parametrize(
