@@ -56,6 +56,30 @@ MUTANTS = [
         ("tests/kernels/test_decode.py", "-k", "more_parts"),
     ),
     Mutant(
+        "small: a batch counted twice", "templates/backward_small.py.jinja", "range(chunk * per_chunk,", "range(0,",
+        ("tests/kernels/test_small.py", "-k", "test_one_kernel and (0 or 1)"),
+    ),
+    Mutant(
+        "small: rows beyond M", "templates/recompute.py.jinja", "l_i = tl.where(mask_m, l_i, 1.0)", "l_i = l_i",
+        ("tests/kernels/test_small.py", "-k", "test_one_kernel"),
+    ),
+    Mutant(
+        "small: heads not summed", "flash_fx/kernels/launch.py", '(0,) if "h" in gradient.axes else (0, 1)', "(0,)",
+        ("tests/kernels/test_small.py", "-k", "test_one_kernel"),
+    ),
+    Mutant(
+        "distance: a row's part forgotten", "templates/recompute.py.jinja", "(lse{{ across }} - {{ phase.row }})", "lse{{ across }}",
+        (*KERNELS, "scores_by_distance"),
+    ),
+    Mutant(
+        "distance: LSE without a row's part", "flash_fx/kernels/facts.py", "_float(step * (Q0 - Q))", "_float(step * (Q - Q0))",
+        (*KERNELS, "scores_by_distance"),
+    ),
+    Mutant(
+        "DELTA of the kernel of dQ", "templates/backward_dq.py.jinja", "tl.sum(out * do.to(tl.float32), 1)",
+        "tl.sum(do.to(tl.float32), 1)", (*KERNELS, "test_half"),
+    ),
+    Mutant(
         "a chunk of a sum counted twice", "templates/backward_capture.py.jinja",
         "range(chunk * per_chunk,", "range(0,", (*KERNELS, "shared_out"),
     ),

@@ -188,15 +188,20 @@ def _copies(twin: Twin) -> None:
             narrowed = source.meta["val"].to(val.dtype)
             source = _insert(twin, node, aten._to_copy.default, source, dtype=val.dtype, val=narrowed, like=source)
         if _texts(source) != _texts(node):
-            source = _insert(twin, node, aten.expand.default, source, list(val.shape), val=val, like=source)
+            source = _insert(twin, node, aten.expand.default, source, _sizes(val), val=val, like=source)
         _take_place(twin, node, source)
+
+
+def _sizes(val: torch.Tensor) -> list[int]:
+    """For the text of a node whose shape is read from its value: PyTorch warns of symbols among arguments."""
+    return [n if isinstance(n, int) else -1 for n in val.shape]
 
 
 def _expanded(twin: Twin, node: Node, number: Any) -> Node:
     """A number in the shape and dtype of the node."""
     val = node.meta["val"]
     scalar = _insert(twin, node, aten.scalar_tensor.default, number, dtype=val.dtype, val=val.new_empty(()), like=node)
-    new = _insert(twin, node, aten.expand.default, scalar, list(val.shape), val=val, like=node)
+    new = _insert(twin, node, aten.expand.default, scalar, _sizes(val), val=val, like=node)
     twin.requires_grad -= {scalar, new}
     return new
 
