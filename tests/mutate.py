@@ -68,7 +68,8 @@ MUTANTS = [
         ("tests/kernels/test_small.py", "-k", "test_one_kernel"),
     ),
     Mutant(
-        "distance: a row's part forgotten", "templates/recompute.py.jinja", "(lse{{ across }} - {{ phase.row }})", "lse{{ across }}",
+        "distance: a row's part forgotten", "templates/recompute.py.jinja",
+        "(lse{{ across }} - {{ phase.row }})", "lse{{ across }}",
         (*KERNELS, "scores_by_distance"),
     ),
     Mutant(
