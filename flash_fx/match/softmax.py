@@ -109,6 +109,8 @@ def _is_row_constant(value: Any, like: Node, dim: int) -> bool:
     held = value.meta.get("val")
     if not isinstance(held, torch.Tensor):
         return isinstance(held, (int, float, torch.SymInt, torch.SymFloat))
+    if held.dim() > _rank(like):
+        return False
     at = dim - (_rank(like) - held.dim())
     return at < 0 or (_is_one(held.shape[at]) and not _is_one(_shape(like)[dim]))
 
