@@ -30,6 +30,11 @@ class Reason(Enum):
         "the softmax weights are changed by something other than dropout, a factor or a cast",
         "multiply the weights by tensors only, before the value product",
     )
+    EXPONENTIALS = (
+        "exponentials",
+        "exponentials of the scores are divided by something that is not certainly their sum",
+        "use torch.softmax",
+    )
     GRADIENT = (
         "gradient-stopped",
         "a detach or no_grad inside the attention stops a gradient that the fused operator would let through",

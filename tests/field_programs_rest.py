@@ -260,7 +260,7 @@ def nan_replaced(q, k, v, mask):
     return torch.where(torch.isnan(weights), 0, weights) @ v
 
 
-@report(39, *QKV, mask_with_an_empty_row, empty_rows=True, left=["weight-not-pointwise"])
+@report(39, *QKV, mask_with_an_empty_row, empty_rows=True)
 def zeros_where_all_are_hidden(q, k, v, mask):
     scores = one_empty_row(q, k, v, mask)
     hidden = (scores == -INF).all(-1, keepdim=True)

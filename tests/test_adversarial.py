@@ -345,6 +345,45 @@ def logsumexp_beside_a_huge_mask(q, k, v):
     return torch.exp(s - s.logsumexp(-1, keepdim=True)) @ v
 
 
+def second_piece_of_three_holds_the_sink(q, k, v):
+    s = torch.cat([q.mean(-1, keepdim=True), q @ k.mT], -1)
+    _, w, _ = sm(s).split([0, N, 1], -1)
+    return w @ v
+
+
+def nothing_joined_to_the_scores(q, k, v):
+    return sm(torch.cat([torch.zeros(0), q @ k.mT], -1)) @ v
+
+
+def scores_taken_from_a_vector(q, k, v):
+    s = torch.linspace(-1, 1, N) - q @ k.mT
+    return sm(s) @ v + sm(q @ k.mT - torch.linspace(-1, 1, N)) @ v
+
+
+def keys_counted_in_eight_bits(q, k, v):
+    k, v = (t.repeat(1, 1, 26, 1)[:, :, :256] for t in (k, v))
+    keep = torch.ones(1, 256, dtype=torch.bool)
+    w = sm((q @ k.mT).masked_fill(~keep, -INF))
+    return w.masked_fill(keep.sum(-1, keepdim=True, dtype=torch.uint8) == 0, 0.0) @ v
+
+
+def factor_infinite_where_weights_are_zeroed(q, k, v):
+    distance = (torch.arange(M)[:, None] - torch.arange(N)).abs().float()
+    q, k = q.detach(), k.detach()  # eager's gradient is NaN there
+    return (sm(q @ k.mT) * distance.log()).masked_fill(distance == 0, 0.0) @ v
+
+
+def diagonal_of_a_matrix(q, k, v):
+    s = q[0, 0] @ k[0, 0].mT
+    s.diagonal(1).fill_(-3.0)
+    return sm(torch.diagonal_scatter(s, torch.linspace(0, 1, M - 1), offset=-1)) @ v[0, 0]
+
+
+def clamped_at_scores_of_zeroed_rows(q, k, v):
+    q = q * (torch.arange(M) > 2)[:, None]
+    return sm((q @ k.mT).clamp(max=0)) @ v + sm((q @ k.mT).clamp(-1.0, 0.0)) @ v
+
+
 HELPERS = (sm, ex)
 FUNCTIONS = [f for f in list(globals().values()) if getattr(f, "__module__", "") == __name__ and f not in HELPERS]
 
@@ -365,6 +404,19 @@ def test_equals_eager(f, dynamic):
     for a, b in zip(got, wanted, strict=True):
         a, b = (torch.zeros(()) if t is None else t for t in (a, b))
         torch.testing.assert_close(a.expand_as(b), b, rtol=2e-4, atol=2e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("batch", [(B, H), (B,), ()], ids=["heads", "batch", "matrix"])
+def test_exponentials_divided_by_something_else_are_named_once(batch):
+    def f(q, k, v):
+        e = (q @ k.mT).exp()
+        return (e / (e.sum(-1, keepdim=True) + e.mean(-1, keepdim=True))) @ v
+
+    args = [torch.randn(*batch, n, D, requires_grad=True) for n in (M, N, N)]
+    with flash_fx.recording() as reports:
+        torch.compile(f, backend=flash_fx.make_backend(inner="aot_eager"))(*args)
+    reasons = [s.reason for r in reports for s in r.sites]
+    assert reasons == ["exponentials"], reasons
 
 
 def test_one_dropout_for_two_products_is_one_mask():

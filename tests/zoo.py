@@ -313,7 +313,7 @@ def softmax_float_method(q, k, v):
     return torch.softmax((q @ k.mT * 0.25).float(), -1).type_as(v) @ v
 
 
-@row(*qkv(), program="score = minimum(maximum(score, -5.0), 5.0) * 0.25")
+@row(*qkv(), program="t0 = where(score < -5.0, -5.0, score); score = where(t0 > 5.0, 5.0, t0) * 0.25")
 def clamped_score(q, k, v):
     return ((q @ k.mT).clamp(-5, 5) * 0.25).softmax(-1) @ v
 
@@ -326,7 +326,7 @@ def soft_cap(q, k, v):
 ACTIVATIONS = {
     "relu": (F.relu, "where(score <= 0, 0, score)"),
     "relu6": (F.relu6, "where(score <= 0.0, 0.0, where(score >= 6.0, 6.0, score))"),
-    "at_least_0": (lambda s: s.clamp(min=0), "where(score < 0, 0.0, score)"),
+    "at_least_0": (lambda s: s.clamp(min=0), "where(score < 0.0, 0.0, score)"),
     "leaky_relu": (lambda s: F.leaky_relu(s, 0.25), "where(score > 0.0, score, score * 0.25)"),
     "elu": (F.elu, "t0 = score > 0.0; score = where(t0, score, expm1(where(t0, 0.0, score)))"),
     "gelu": (F.gelu, "score * 0.5 * (erf(score * 0.7071067811865476) + 1.0)"),
@@ -987,7 +987,7 @@ def sum_clamped(q, k, v):
     return (e / e.sum(-1, keepdim=True).clamp_min(1e-9)) @ v
 
 
-@left(*qkv(), reason="score-not-pointwise", sites=0)
+@left(*qkv(), reason="exponentials")
 def shifted_by_the_maximum_and_epsilon(q, k, v):
     s = q @ k.mT * 0.25
     e = torch.exp(s - s.amax(-1, keepdim=True))
@@ -1062,7 +1062,20 @@ def normalised_after_a_shift(q, k, v):
     return F.normalize(torch.exp(s - s.amax(-1, keepdim=True)), p=1, dim=-1) @ v
 
 
+@left(*qkv(), reason="exponentials")
+def divided_by_an_epsilon_and_the_sum_after_the_product(q, k, v):
+    s = q @ k.mT * 0.25
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return (e @ v) / (e.sum(-1, keepdim=True) + 1e-6)
+
+
 @row(*qkv(), verdict="leave", sites=0)
+def exponentials_over_one_more(q, k, v):
+    e = (q @ k.mT * 0.25).exp()
+    return (e / (1 + e)) @ v
+
+
+@left(*qkv(), reason="exponentials")
 def normalised_without_a_shift(q, k, v):
     return F.normalize(torch.exp(q @ k.mT * 0.25), p=1, dim=-1) @ v
 

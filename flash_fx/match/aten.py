@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..score.expr import Const, Expr, const, op, where
+from ..score.expr import Const, Expr, Load, const, op, walk, where
 
 aten = torch.ops.aten
 
@@ -68,11 +68,21 @@ def _scaled(sign: str) -> Callable[..., Expr]:
 
 
 def _clamp(x: Expr, low: Expr | None = None, high: Expr | None = None) -> Expr:
-    if isinstance(low, Const) and low.head == 0:  # scores of zeroed rows are exactly 0: the gradient passes there
-        x = where(op("lt", x, 0), low, x)
-    elif low is not None:
-        x = op("maximum", x, low)
-    return x if high is None else op("minimum", x, high)
+    if low is not None:
+        x = where(op("lt", x, low), low, x) if _is_score_bound(low) else op("maximum", x, low)
+    if high is not None:
+        x = where(op("gt", x, high), high, x) if _is_score_bound(high) else op("minimum", x, high)
+    return x
+
+
+def _is_score_bound(bound: Expr) -> bool:
+    """May it bound scores, whose gradient passes where they equal it (those of zeroed rows are exactly 0)?
+
+    A maximum, which is easier to reason about for positions, gives half of it to either side.
+    """
+    if isinstance(bound, Const):
+        return bound.head == 0 or isinstance(bound.head, float)
+    return any(isinstance(n, Load) for n in walk(bound))
 
 
 def _hardtanh(x: Expr, low: Expr | float = -1.0, high: Expr | float = 1.0) -> Expr:
@@ -130,7 +140,7 @@ POINTWISE: dict[str, tuple[str, Callable[..., Expr | None]]] = {
     "minimum": ("result", lambda x, y: op("minimum", x, y)),
     "clamp": ("result", _clamp),
     "clamp_min": ("result", _clamp),
-    "clamp_max": ("result", lambda x, high: op("minimum", x, high)),
+    "clamp_max": ("result", lambda x, high: _clamp(x, None, high)),
     "relu": ("result", lambda x: where(op("le", x, 0), 0, x)),
     "hardtanh": ("result", _hardtanh),
     "leaky_relu": ("result", _leaky_relu),

@@ -20,7 +20,7 @@ from .near import hides_softmax, names_softmax, unseen
 from .normalize import Twin, closure, resembles_softmax, target_name
 from .shapes import UnknownSizeError
 from .site import Site
-from .softmax import canonicalise
+from .softmax import canonicalise, quotient
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ def find_sites(twin: Twin) -> list[Found]:
                 found += _one_dropout_each([_judge(twin, anchor, *product, scores) for product in products])
             elif (near := _near_miss(anchor, live)) is not None:
                 found.append(near)
+    found += _exponentials(live, twin.graph.nodes, {f.product for f in found})
     hidden = [Found(*near) for near in unseen(twin, [f.anchor for f in found])]
     return _settle(twin, live, found) + hidden
 
@@ -148,11 +149,46 @@ def _near_miss(anchor: Node, live: set[Node]) -> Found | None:
     before = _path_to_product(anchor, lambda n: n.all_input_nodes)
     if after is None or before is None:
         return None
-    for reason, path in ((Reason.WEIGHT, after), (Reason.SCORE, before)):
+    for reason, path in ((Reason.WEIGHT, after[:-1]), (Reason.SCORE, before[:-1])):
         odd = next((n for n in path if table.name_of(n) not in table.TRANSPARENT), None)
         if odd is not None and (reason is Reason.WEIGHT or odd.target not in table.SOFTMAX):  # the other one says it
             return Found(anchor, after[-1], Reject(reason, odd, f"through {table.name_of(odd) or odd.name}"))
     return None
+
+
+_TOTALS = frozenset({"sum", "mean", "linalg_vector_norm"})
+
+
+def _exponentials(live: set[Node], nodes: Iterable[Node], reported: set[Node]) -> list[Found]:
+    """Near misses: exponentials between two products, divided by a total of themselves, that became no softmax."""
+    found: dict[Node, Found] = {}
+    for e in nodes:
+        if table.name_of(e) not in ("exp", "exp2") or e not in live:
+            continue
+        after = _path_to_product(e, lambda n: [u for u in n.users if u in live])
+        before = _path_to_product(e, lambda n: n.all_input_nodes)
+        if after is None or before is None or any(n.target in table.SOFTMAX for n in before + after):
+            continue
+        product = after[-1]
+        if product not in reported and any(_divides_by_total(n, e) for n in after[:-1] + _views_of(product)):
+            verdict = Reject(Reason.EXPONENTIALS, e)
+            found.setdefault(product, Found(e, product, verdict))
+    return list(found.values())
+
+
+def _views_of(product: Node) -> list[Node]:
+    """Who reads the product, also by views and casts."""
+    readers = [*product.users]
+    for n in readers:  # grows while it is walked
+        readers += n.users if table.name_of(n) in table.VIEWS | table.CASTS else ()
+    return readers
+
+
+def _divides_by_total(node: Node, exponential: Node) -> bool:
+    """Is it a quotient with a sum over these exponentials in its denominator?"""
+    parts = quotient(node)
+    totals = [] if parts is None else [n for n in closure([parts[1]]) if table.name_of(n) in _TOTALS]
+    return any(exponential in closure([n]) for n in totals)
 
 
 def _path_to_product(start: Node, following: Callable[[Node], Iterable[Node]]) -> list[Node] | None:
@@ -168,7 +204,7 @@ def _path_to_product(start: Node, following: Callable[[Node], Iterable[Node]]) -
                 path = [n]
                 while came_from[path[-1]] is not start:
                     path.append(came_from[path[-1]])
-                return path[:0:-1]
+                return path[::-1]
             queue.append(n)
     return None
 

@@ -93,7 +93,9 @@ class Guards:
         while (step := self.puller.view(total, index)) is not None:
             total, index = step
         each = self._each(total, index) if table.name_of(total) == "sum" else None
-        if each is None or _is_bool(total.args[0]):
+        if each is None or _may_wrap(total):
+            return None
+        if _is_bool(total.args[0]):
             return each
         if not isinstance(each, Op) or each.head != "where" or not all(isinstance(a, Const) for a in each.args[1:]):
             return None
@@ -105,6 +107,12 @@ class Guards:
 _COUNTED: dict[tuple[str, Any], bool] = {
     ("gt", 0): True, ("ne", 0): True, ("ge", 1): True, ("eq", 0): False, ("lt", 1): False, ("le", 0): False,
 }  # fmt: skip
+
+
+def _may_wrap(total: Node) -> bool:
+    """Is it a sum in a narrow integer type, in which 256 keys may count as none?"""
+    dtype = total.meta["val"].dtype
+    return table.kind_of_dtype(dtype) == "int" and dtype.itemsize < 4
 
 
 def _is_bool(node: object) -> bool:

@@ -515,20 +515,22 @@ def _and(x: Expr | None, y: Expr | None) -> Expr | None:
 
 def _split_weight(e: Expr, guards: Guards, anchor: Node) -> tuple[Expr | None, float | None]:
     """`weight` and `drop` of an expression linear in the softmax weight, which is 0 where a key is not kept."""
-    factor: Expr | None = None
-    drop: float | None = None
-    while e is not P:
-        inner, f = _factor(e)
-        if inner is None:
-            raise Reject(Reason.WEIGHT, anchor, repr(e).replace("$", ""))
-        if isinstance(f, Name) and f.head.startswith("$drop:"):
-            if drop is not None:
-                raise Reject(Reason.DROPOUT, anchor, "two dropouts on the weights")
-            drop = float(f.head.split(":")[1])
-        elif f is not None and not guards.always_hold(_zero_one(f)):
-            factor = f if factor is None else op("mul", factor, f)
-        e = inner
-    return factor, drop
+    if e is P:
+        return None, None
+    inner, f = _factor(e)
+    if inner is None:
+        raise Reject(Reason.WEIGHT, anchor, repr(e).replace("$", ""))
+    factor, drop = _split_weight(inner, guards, anchor)
+    if isinstance(f, Name) and f.head.startswith("$drop:"):
+        if drop is not None:
+            raise Reject(Reason.DROPOUT, anchor, "two dropouts on the weights")
+        return factor, float(f.head.split(":")[1])
+    if f is None or factor is None:
+        return (factor if f is None or guards.always_hold(_zero_one(f)) else f), drop
+    selected = _selecting(e)
+    if selected is not None and _may_hold_infinity(guards.puller, factor):
+        return where(selected, factor, 0.0), drop  # 0 times what is left out may be NaN
+    return (factor if guards.always_hold(_zero_one(f)) else op("mul", f, factor)), drop
 
 
 def _zero_one(e: Expr) -> Expr | None:

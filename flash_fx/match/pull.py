@@ -403,7 +403,8 @@ class Puller:
         return compare("eq", index[axis], at), new
 
     def _diagonal_write(self, node: Node, index: Index) -> tuple[Expr, Expr]:
-        offset, first, second = [*node.args[2:], 0, 0, 1][:3] if len(node.args) < 5 else node.args[2:5]
+        given: list[Any] = list(node.args[2:])
+        offset, first, second = given + [0, 0, 1][len(given) :]
         rank = len(index)
         row, column = index[first % rank], index[second % rank]  # type: ignore[operator]
         inside = compare("eq", column, ix.add(row, const(offset)))  # type: ignore[arg-type]

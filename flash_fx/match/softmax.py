@@ -109,6 +109,8 @@ def _is_row_constant(value: Any, like: Node, dim: int) -> bool:
     held = value.meta.get("val")
     if not isinstance(held, torch.Tensor):
         return isinstance(held, (int, float, torch.SymInt, torch.SymFloat))
+    if held.dim() > _rank(like):
+        return False
     at = dim - (_rank(like) - held.dim())
     return at < 0 or (_is_one(held.shape[at]) and not _is_one(_shape(like)[dim]))
 
@@ -246,7 +248,7 @@ class _Row:
 
 def _quotients(twin: Twin) -> None:
     for node in list(twin.graph.nodes):
-        parts = _quotient(node)
+        parts = quotient(node)
         if parts is None:
             continue
         numerator, denominator = parts
@@ -258,7 +260,7 @@ def _quotients(twin: Twin) -> None:
             _normalise_before_product(twin, node, numerator, denominator)
 
 
-def _quotient(node: Node) -> tuple[Node, Node] | None:
+def quotient(node: Node) -> tuple[Node, Node] | None:
     operation = table.name_of(node)
     if operation in ("div", "true_divide") and not node.kwargs and all(isinstance(a, Node) for a in node.args):
         return node.args  # type: ignore[return-value]
@@ -607,6 +609,8 @@ def _column(joined: Any, dim: int) -> _Column | None:
     if not _is(joined, "cat") or int(_argument(joined, 1)) % _rank(joined) != dim or len(joined.args[0]) != 2:
         return None
     pieces = joined.args[0]
+    if any(_rank(p) != _rank(joined) for p in pieces):
+        return None  # `cat` skips tensors of shape [0]
     single = [_is_one(_shape(p)[dim]) for p in pieces]
     if sum(single) != 1:
         return None
@@ -646,13 +650,20 @@ def _drops_sink(node: Node, dim: int, column: _Column) -> bool:
     if _is(node, "getitem"):
         split: Node = node.args[0]  # type: ignore[assignment]
         rank = _rank(split.args[0])  # type: ignore[arg-type]
-        return int(_argument(split, 2)) % rank == dim and node.args[1] == int(column.first)
+        start = _start_of_piece(split, dim, int(node.args[1]))  # type: ignore[call-overload]
+        return int(_argument(split, 2)) % rank == dim and start == int(column.first)
     if table.name_of(node) != "slice" or int(_argument(node, 1)) % _rank(node) != dim:
         return False
     start, step, whole = _argument(node, 2) or 0, _argument(node, 4), _shape(node.args[0])[dim]  # type: ignore[arg-type]
     if isinstance(start, int) and isinstance(whole, int) and start < 0:
         start += whole
     return start == int(column.first) and step == 1
+
+
+def _start_of_piece(split: Node, dim: int, position: int) -> int | None:
+    """Where the piece begins; None where a size before it is known at run time only."""
+    sizes = [piece.shape[dim] for piece in split.meta["val"][:position]]
+    return sum(sizes) if all(isinstance(s, int) for s in sizes) else None
 
 
 # *** shifts by hand ***
