@@ -53,6 +53,7 @@ WHOLE = {
     "score = score * 0.3 + c0[1, h, kv_idx, q_idx] * 2.0; keep = kv_idx <= q_idx + 9": (randn(2, 2, 33, 17),),
     "score = score * c0[h, q_idx, kv_idx] + c1[q_idx, kv_idx]": (randn(2, 17, 33), randn(17, 33)),
     "score = score * 0.3; weight = c0[h, q_idx, kv_idx]": (randn(2, 17, 33),),
+    "score = score * 0.3; weight = 1.0 / float(kv_len - kv_idx)": (),  # infinite beyond the last key
     "score = score * 0.3 + c0[h, q_idx, kv_idx]; weight = c0[h, q_idx, kv_idx]": (randn(2, 17, 33),),
     "score = score * 0.3 + c0[c1[q_idx, kv_idx], h]": (randn(11, 2), BUCKETS),
     "score = score * 0.3 + c0[h, kv_idx - q_idx + 16]": (randn(2, 49),),
