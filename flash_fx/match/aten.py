@@ -182,3 +182,5 @@ TRANSPARENT = (
     VIEWS | CASTS | WRITES | frozenset(POINTWISE)
     | {"where", "masked_fill", "tril", "triu", "getitem", "native_dropout", "nan_to_num", "constant_pad_nd", "cat", "index"}
 )  # fmt: skip
+# operations whose numbers become values, not shapes
+WITH_NUMBERS = frozenset(POINTWISE) | {"masked_fill", "full", "scalar_tensor", "full_like", "new_full"}

@@ -219,7 +219,9 @@ def _score_operands(shapes: Shapes, product: Node, index: Index, m: Expr, n: Exp
 def _build(twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: int, lifted: _Lifted) -> Site:
     puller = lifted.puller
     sizes = puller.indexer.sizes
-    score, keep = _fills(lifted.score)
+    score, keep = _fills(lifted.score, UNDERFLOW if "raw" in anchor.meta else -math.inf)
+    if "raw" in anchor.meta and _may_underflow(score, puller.captures):
+        raise Reject(Reason.SCORE, anchor, "a row of large negative scores is 0 / 0, because no maximum is subtracted")
     guards = Guards(puller, keep)
     weight, drop = _split_weight(lifted.weight, guards, anchor)
     empty = lifted.empty
@@ -365,18 +367,31 @@ def _empty_rows(puller: Puller, weight: Expr, score: Expr, guards: Guards, ancho
     return None if guards.keep is None else 0.0
 
 
+# Without its maximum subtracted the exponential of a smaller score is exactly 0, even of a fill that is added to a score
+# whose own exponential is finite: such a fill is as good as -inf, and a row of nothing else is NaN.
+UNDERFLOW = -200.0
+
+
+def _may_underflow(score: Expr, captures: list[Node]) -> bool:
+    """Are there numbers left that may fill a row?"""
+    numbers = [n.head for n in walk(score) if isinstance(n, Const)]
+    numbers += [a for n in _made_of(captures) if table.name_of(n) in table.WITH_NUMBERS for a in n.args]
+    return any(isinstance(a, (int, float)) and -UNDERFLOW <= abs(a) < math.inf for a in numbers)
+
+
+def _made_of(nodes: list[Node]) -> set[Node]:
+    return closure(nodes, lambda n: n.all_input_nodes if table.name_of(n) in table.TRANSPARENT else ())
+
+
 def _holds_infinity_beside(score: Expr, captures: list[Node]) -> bool:
     """Can a row be NaN for another reason than that `keep` leaves it no key, as by `(1 - mask) * -inf`?
 
     Numbers in the score, and those that captures are made of; what comes from outside counts as a mask of -inf at most.
     """
 
-    def made_of(nodes: list[Node]) -> set[Node]:
-        return closure(nodes, lambda n: n.all_input_nodes if table.name_of(n) in table.TRANSPARENT else ())
-
-    turned = [n for n in made_of(captures) if table.name_of(n) in ("mul", "div", "neg", "sub", "rsub")]
+    turned = [n for n in _made_of(captures) if table.name_of(n) in ("mul", "div", "neg", "sub", "rsub")]
     turned += [captures[n.head] for n in set(walk(score)) - set(_added(score)) if isinstance(n, Load)]
-    numbers = [a for n in made_of(turned) for a in n.args] + [n.head for n in walk(score) if isinstance(n, Const)]
+    numbers = [a for n in _made_of(turned) for a in n.args] + [n.head for n in walk(score) if isinstance(n, Const)]
     return any(isinstance(a, float) and not math.isfinite(a) for a in numbers)
 
 
@@ -460,21 +475,23 @@ def _is_finite(twin: Twin, node: Node) -> bool:
     return True
 
 
-def _fills(e: Expr) -> tuple[Expr, Expr | None]:
+def _fills(e: Expr, lowest: float = -math.inf) -> tuple[Expr, Expr | None]:
+    """The score where it is not filled with -inf (or a number of at most `lowest`), and the condition that it is not."""
     if not isinstance(e, Op):
         return e, None
     if e.head == "where":
         condition, x, y = e.args
-        if _is_neg_inf(y):
-            inner, keep = _fills(x)
+        if _is_at_most(y, lowest):
+            inner, keep = _fills(x, lowest)
             return inner, _and(keep, condition)
-        if _is_neg_inf(x):
-            inner, keep = _fills(y)
+        if _is_at_most(x, lowest):
+            inner, keep = _fills(y, lowest)
             return inner, _and(keep, negate(condition))
     if e.head in ("add", "sub"):
         if any(_holds_infinity(a, positive_only=e.head == "add") for a in e.args[e.head == "sub" :]):
             return e, None  # inf - inf is NaN, which no mask expresses
-        (x, kx), (y, ky) = _fills(e.args[0]), _fills(e.args[1]) if e.head == "add" else (e.args[1], None)
+        x, kx = _fills(e.args[0], lowest)
+        y, ky = _fills(e.args[1], lowest) if e.head == "add" else (e.args[1], None)
         return _sum(e.head, x, y), _and(kx, ky)
     if (
         e.head in ("mul", "div")
@@ -482,10 +499,11 @@ def _fills(e: Expr) -> tuple[Expr, Expr | None]:
         and e.args[1].head > 0
         and math.isfinite(e.args[1].head)
     ):
-        x, keep = _fills(e.args[0])
+        factor = float(e.args[1].head)
+        x, keep = _fills(e.args[0], lowest / factor if e.head == "mul" else lowest * factor)
         return op(e.head, x, e.args[1]), keep
     if e.head == "float":
-        x, keep = _fills(e.args[0])
+        x, keep = _fills(e.args[0], lowest)
         return op("float", x), keep
     return e, None
 
@@ -503,8 +521,8 @@ def _sum(operation: str, x: Expr, y: Expr) -> Expr:
     return op(operation, x, y)
 
 
-def _is_neg_inf(e: Expr) -> bool:
-    return isinstance(e, Const) and e.head == -math.inf
+def _is_at_most(e: Expr, lowest: float) -> bool:
+    return isinstance(e, Const) and e.head <= lowest
 
 
 def _and(x: Expr | None, y: Expr | None) -> Expr | None:

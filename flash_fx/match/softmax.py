@@ -162,13 +162,17 @@ def _take_place(twin: Twin, old: Node, new: Node, between: tuple[Node, ...] = ()
         twin.stops.add(new)
 
 
-def _softmax_for(twin: Twin, old: Node, x: Node, dim: int, sink: Any = None, *, safe: bool = False) -> Node:
+def _softmax_for(
+    twin: Twin, old: Node, x: Node, dim: int, sink: Any = None, *, safe: bool = False, raw: bool = False
+) -> Node:
     """A softmax of `x` with the dtype of `old`, before `old`."""
     target = aten._safe_softmax.default if safe else aten._softmax.default
     args = (x, dim) if safe else (x, dim, False)
     new = _insert(twin, old, target, *args, val=x.meta["val"], like=old)
     if sink is not None:
         twin.sinks[new] = sink
+    if raw:
+        new.meta["raw"] = True  # see lift.UNDERFLOW
     dtype = old.meta["val"].dtype
     if dtype == x.meta["val"].dtype:
         return new
@@ -238,12 +242,16 @@ def _survival(noise: Node) -> float | None:
 
 @dataclass(frozen=True)
 class _Row:
-    """exp(z) over its sum: the exponential, the score x with no shift, the sink, the dimension."""
+    """exp(z) over its sum: the exponential, the score x with no shift, the sink, the dimension.
+
+    `raw`: z has not its maximum subtracted, so that a row of large negative scores is 0 / 0.
+    """
 
     exponential: Node
     x: Node
     sink: Any
     dim: int
+    raw: bool
 
 
 def _quotients(twin: Twin) -> None:
@@ -254,7 +262,7 @@ def _quotients(twin: Twin) -> None:
         numerator, denominator = parts
         row = _normalised(twin, numerator, denominator, node)
         if row is not None and _same_shape(node, row.exponential):
-            new = _softmax_for(twin, node, row.x, row.dim, row.sink)
+            new = _softmax_for(twin, node, row.x, row.dim, row.sink, raw=row.raw)
             _take_place(twin, node, new, (row.exponential,))
         else:
             _normalise_before_product(twin, node, numerator, denominator)
@@ -290,7 +298,7 @@ def _normalised(twin: Twin, numerator: Node, denominator: Node, before: Node) ->
     dim = total[1]
     x, shift = _split_shift(z, dim)
     sink = _sink(others[0], z, shift, dim) if others else None
-    return None if others and sink is None else _Row(exponential, x, sink, dim)
+    return None if others and sink is None else _Row(exponential, x, sink, dim, raw=shift is None)
 
 
 def _exponent(twin: Twin, node: Any, before: Node) -> Node | None:
@@ -468,7 +476,7 @@ def _normalise_before_product(twin: Twin, node: Node, numerator: Node, denominat
     quotient = (_peel_broadcast(denominator), numerator, exponential)
     if row is None or not _divides_own_rows(twin, quotient, path, views):
         return
-    weights = _softmax_for(twin, product, row.x, row.dim, row.sink)
+    weights = _softmax_for(twin, product, row.x, row.dim, row.sink, raw=row.raw)
     args = (_repeat(twin, views, weights, product), product.args[1])
     new = _insert(twin, product, table.BMM, *args, val=product.meta["val"], like=product)
     _take_place(twin, node, _repeat(twin, path, new, node), (row.exponential, product))
@@ -577,11 +585,8 @@ def _loses_logarithm(x: Node) -> bool:
     """Are scores filled with numbers beside which log(n) vanishes? Rows of such fills have weights of 1 each, not 1 / n."""
     greatest = 0.01 / torch.finfo(x.meta["val"].dtype).eps
     made_of = closure([x], lambda n: n.all_input_nodes if table.name_of(n) in table.TRANSPARENT else ())
-    numbers = [a for n in made_of if table.name_of(n) in _WITH_NUMBERS for a in n.args if isinstance(a, (int, float))]
+    numbers = [a for n in made_of if table.name_of(n) in table.WITH_NUMBERS for a in n.args if isinstance(a, (int, float))]
     return any(greatest < abs(a) < math.inf for a in numbers)
-
-
-_WITH_NUMBERS = frozenset(table.POINTWISE) | {"masked_fill", "full", "scalar_tensor", "full_like", "new_full"}
 
 
 # *** a sink as a column ***
@@ -629,7 +634,7 @@ def _columns(twin: Twin) -> None:
         users = [n for n in _users_of_value(node) if n.users or n in twin.roots]
         if users and all(_drops_sink(u, dim, column) for u in users):
             for u in users:
-                new = _softmax_for(twin, u, column.scores, dim, sink=column.sink)
+                new = _softmax_for(twin, u, column.scores, dim, sink=column.sink, raw="raw" in node.meta)
                 _take_place(twin, u, new, (node, peel(z)))
 
 
@@ -678,6 +683,7 @@ def _shifts(twin: Twin) -> None:
                 new = _insert(twin, node, node.target, x, *node.args[1:], val=node.meta["val"], like=node)
                 if node in twin.sinks:
                     continue  # the sink would have to shift too
+                new.meta |= {k: v for k, v in node.meta.items() if k == "raw"}
                 _take_place(twin, node, new)
 
 
@@ -746,7 +752,7 @@ def _guards(twin: Twin) -> None:
         found = isinstance(inner, Node) and inner.target in table.SOFTMAX and inner not in twin.sinks
         if found and _same_shape(inner, node):
             dim = int(inner.args[1]) % max(_rank(inner), 1)  # type: ignore[arg-type]
-            new = _softmax_for(twin, node, inner.args[0], dim, safe=True)  # type: ignore[arg-type]
+            new = _softmax_for(twin, node, inner.args[0], dim, safe=True, raw="raw" in inner.meta)  # type: ignore[arg-type]
             _take_place(twin, node, new, (inner,))
 
 
