@@ -12,5 +12,6 @@ def gradient_like(t: Tensor) -> Tensor:
     Queries that were [B, M, H, D] before a transpose get their gradient as the transpose of a [B, M, H, D]: whatever
     undoes the transpose is then a view. A shape alone gives [B, H, M, D], and a copy for each of q, k and v.
     """
-    rows = isinstance(t.stride(-1), int) and t.stride(-1) == 1 and all(isinstance(s, int) for s in t.stride())
-    return torch.empty_like(t) if rows and 0 not in t.stride() else t.new_empty(t.shape)
+    strides = t.stride()
+    known = all(isinstance(s, int) and s != 0 for s in strides)
+    return torch.empty_like(t) if known and strides[-1] == 1 else t.new_empty(t.shape)
