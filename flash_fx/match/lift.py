@@ -22,7 +22,7 @@ from . import aten as table
 from . import index as ix
 from .captures import renumber, unfold
 from .guards import Guards
-from .normalize import Twin, closure, leaf_value
+from .normalize import Twin, leaf_value, made_of, numbers_in
 from .operand import B, H, as_operand
 from .pull import D, I, Index, M, N, Puller, compare, logical, negate
 from .shapes import Shapes
@@ -374,13 +374,8 @@ UNDERFLOW = -200.0
 
 def _may_underflow(score: Expr, captures: list[Node]) -> bool:
     """Are there numbers left that may fill a row?"""
-    numbers = [n.head for n in walk(score) if isinstance(n, Const)]
-    numbers += [a for n in _made_of(captures) if table.name_of(n) in table.WITH_NUMBERS for a in n.args]
-    return any(isinstance(a, (int, float)) and -UNDERFLOW <= abs(a) < math.inf for a in numbers)
-
-
-def _made_of(nodes: list[Node]) -> set[Node]:
-    return closure(nodes, lambda n: n.all_input_nodes if table.name_of(n) in table.TRANSPARENT else ())
+    numbers = [*(n.head for n in walk(score) if isinstance(n, Const)), *numbers_in(captures)]
+    return any(-UNDERFLOW <= abs(a) < math.inf for a in numbers)
 
 
 def _holds_infinity_beside(score: Expr, captures: list[Node]) -> bool:
@@ -388,10 +383,9 @@ def _holds_infinity_beside(score: Expr, captures: list[Node]) -> bool:
 
     Numbers in the score, and those that captures are made of; what comes from outside counts as a mask of -inf at most.
     """
-
-    turned = [n for n in _made_of(captures) if table.name_of(n) in ("mul", "div", "neg", "sub", "rsub")]
+    turned = [n for n in made_of(captures) if table.name_of(n) in ("mul", "div", "neg", "sub", "rsub")]
     turned += [captures[n.head] for n in set(walk(score)) - set(_added(score)) if isinstance(n, Load)]
-    numbers = [a for n in _made_of(turned) for a in n.args] + [n.head for n in walk(score) if isinstance(n, Const)]
+    numbers = [a for n in made_of(turned) for a in n.args] + [n.head for n in walk(score) if isinstance(n, Const)]
     return any(isinstance(a, float) and not math.isfinite(a) for a in numbers)
 
 

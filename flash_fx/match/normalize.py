@@ -24,6 +24,7 @@ import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Interpreter, Node
 
 from .. import compat
+from . import aten as table
 
 _LEAVES = frozenset({
     F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.cross_entropy,
@@ -186,6 +187,17 @@ def closure(start: Iterable[Node], following: Callable[[Node], Iterable[Node]] |
             reached.add(node)
             stack.extend(node.all_input_nodes if following is None else following(node))
     return reached
+
+
+def made_of(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes and what they are computed from, as far as operations can be read."""
+    return closure(nodes, lambda n: n.all_input_nodes if table.name_of(n) in table.TRANSPARENT else ())
+
+
+def numbers_in(nodes: Iterable[Node]) -> list[int | float]:
+    """The numbers among the arguments of what the nodes are made of that become values."""
+    found = [n for n in made_of(nodes) if table.name_of(n) in table.WITH_NUMBERS]
+    return [a for n in found for a in n.args if isinstance(a, (int, float))]
 
 
 def _is_impure(n: Node) -> bool:

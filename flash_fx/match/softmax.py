@@ -28,7 +28,7 @@ from torch.fx import Node
 from ..score.expr import Expr, name
 from . import aten as table
 from . import index as ix
-from .normalize import Twin, closure, example_value
+from .normalize import Twin, closure, example_value, numbers_in
 from .pull import Index, Puller
 from .shapes import Shapes
 
@@ -584,9 +584,7 @@ def _log_total(total: Any, x: Node) -> tuple[int, Any] | None:
 def _loses_logarithm(x: Node) -> bool:
     """Are scores filled with numbers beside which log(n) vanishes? Rows of such fills have weights of 1 each, not 1 / n."""
     greatest = 0.01 / torch.finfo(x.meta["val"].dtype).eps
-    made_of = closure([x], lambda n: n.all_input_nodes if table.name_of(n) in table.TRANSPARENT else ())
-    numbers = [a for n in made_of if table.name_of(n) in table.WITH_NUMBERS for a in n.args if isinstance(a, (int, float))]
-    return any(greatest < abs(a) < math.inf for a in numbers)
+    return any(greatest < abs(a) < math.inf for a in numbers_in([x]))
 
 
 # *** a sink as a column ***
