@@ -55,7 +55,7 @@ def forward(
         for tile in part.tiles():
             p, tile_lse = tile.softmax()
             w = tile.weights(p)
-            if w.shape[-1] == 0 and program.empty is None:
+            if w.shape[-1] == 0 and not program.guarded:
                 # no key in reach: the product over nothing is 0, the softmax over nothing NaN
                 rows = torch.where(tile_lse.isnan(), torch.nan, 0.0)  # [B, H, m, 1]
             else:
@@ -228,9 +228,11 @@ class _Tile:
         s = self.scores()
         top = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:-1], 1), -torch.inf)
         sink = self.sink()
+        no_key = top == -torch.inf
         if sink is not None:
             top = torch.maximum(top, sink)
-        no_key = top == -torch.inf
+        if not self.program.unsaved:
+            no_key = top == -torch.inf
         top.masked_fill_(no_key, 0.0)  # keeps NaN out where a row without keys is asked to be 0
         p = torch.sub(s, top).exp_()
         total = p.sum(-1, keepdim=True)
@@ -238,8 +240,8 @@ class _Tile:
             total += torch.exp(sink - top)
         lse = top + total.log()
         # without keys total is 0; 0 / NaN is NaN and 0 / 1 is 0
-        return p.div_(total.masked_fill_(no_key, torch.nan if self.program.empty is None else 1.0)), (
-            lse.masked_fill_(no_key, torch.nan if self.program.empty is None else -torch.inf)
+        return p.div_(total.masked_fill_(no_key, 1.0 if self.program.guarded else torch.nan)), (
+            lse.masked_fill_(no_key, -torch.inf if self.program.guarded else torch.nan)
         )
 
     def sink(self) -> Tensor | None:

@@ -56,6 +56,7 @@ CASES = [
     Case("bias_twice", "score = score * c0[h] + c0[h] * c0[b]", ["H"]),
     Case("sink", "score = score * 0.35; keep = kv_idx < q_idx; sink = c0[h]", ["H"]),
     Case("softmax1", "score = score * 0.35; sink = 0.0"),
+    Case("sink_beside_no_key", "score = score * 0.35; keep = kv_idx < q_idx; sink = c0[h]; empty = nan", ["H"]),
     Case("weight", "weight = c0[h] * c1[b, kv_idx]", ["H", "B N"]),
     Case("score_and_weight", "score = score + c0[b, kv_idx]; weight = sigmoid(c0[b, kv_idx])", ["B N"]),
     Case("many_groups", "score = score * 0.35; keep = kv_idx <= q_idx", shape=(("Hk", 1),)),

@@ -254,7 +254,7 @@ class _Run:
     def rows(self, grad_out: Tensor, out: Tensor, lse: Tensor, *, known: bool) -> dict[str, Any]:
         """Arguments that all backward kernels share: grad_out, and what is known of rows. DELTA is empty if not `known`."""
         lse = lse.contiguous()
-        loses = self.mapped and self.program.empty is None  # rows without a key
+        loses = self.mapped and not self.program.guarded  # rows without a key
         if (loses or fill_of(self.program, self.mapped) is not None) and not _is_empty(self.m):
             self.filling["LOW"] = lse.amin(-1)
         delta = torch.empty_like(lse)
@@ -454,7 +454,7 @@ class _Run:
         assert sink is not None
         run = self._evaluator().run
         slope = -torch.exp(run(sink) - lse.unsqueeze(-1)) * delta.unsqueeze(-1)
-        if self.program.empty is not None:
+        if self.program.guarded:
             slope = torch.where(lse.unsqueeze(-1) == -torch.inf, 0.0, slope)
         for gradient in gradients_of(self.program, number, ("sink",)):
             found = self._by_position(slope * run(derivative(sink, gradient.load)), gradient, total)

@@ -181,8 +181,9 @@ def _common(spec: KernelSpec) -> dict[str, Any]:
         "sizes": size_parameters(spec),
         "drop": program.drop or 0.0,
         **_dropout(program.drop or 0.0),
-        "empty": program.empty is not None,
-        "loses": spec.blocks and program.empty is None,
+        "empty": program.guarded,
+        "unsaved": program.unsaved,
+        "loses": spec.blocks and not program.guarded,
         "has_sink": program.sink is not None,
         "has_weight": program.weight is not None,
         "exact": not needs_residual(spec),  # no residual: see Note [Large scores] in `delta`

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,7 +163,7 @@ def _take_place(twin: Twin, old: Node, new: Node, between: tuple[Node, ...] = ()
 
 
 def _softmax_for(
-    twin: Twin, old: Node, x: Node, dim: int, sink: Any = None, *, safe: bool = False, raw: bool = False
+    twin: Twin, old: Node, x: Node, dim: int, sink: Any = None, *, safe: bool = False, traits: Iterable[str] = ()
 ) -> Node:
     """A softmax of `x` with the dtype of `old`, before `old`."""
     target = aten._safe_softmax.default if safe else aten._softmax.default
@@ -171,8 +171,7 @@ def _softmax_for(
     new = _insert(twin, old, target, *args, val=x.meta["val"], like=old)
     if sink is not None:
         twin.sinks[new] = sink
-    if raw:
-        new.meta["raw"] = True  # see lift.UNDERFLOW
+    new.meta.update(dict.fromkeys(traits, True))
     dtype = old.meta["val"].dtype
     if dtype == x.meta["val"].dtype:
         return new
@@ -244,14 +243,20 @@ def _survival(noise: Node) -> float | None:
 class _Row:
     """exp(z) over its sum: the exponential, the score x with no shift, the sink, the dimension.
 
-    `raw`: z has not its maximum subtracted, so that a row of large negative scores is 0 / 0.
+    Traits: `raw`, z has not its maximum subtracted, so that a row of large negative scores is 0 / 0 (`lift.UNDERFLOW`);
+    `unsaved`, a row of -inf less its maximum is NaN in spite of the sink.
     """
 
     exponential: Node
     x: Node
     sink: Any
     dim: int
-    raw: bool
+    traits: tuple[str, ...]
+
+
+def _traits(softmax: Node) -> list[str]:
+    """Those of `_Row` that the node has."""
+    return [trait for trait in ("raw", "unsaved") if trait in softmax.meta]
 
 
 def _quotients(twin: Twin) -> None:
@@ -262,7 +267,7 @@ def _quotients(twin: Twin) -> None:
         numerator, denominator = parts
         row = _normalised(twin, numerator, denominator, node)
         if row is not None and _same_shape(node, row.exponential):
-            new = _softmax_for(twin, node, row.x, row.dim, row.sink, raw=row.raw)
+            new = _softmax_for(twin, node, row.x, row.dim, row.sink, traits=row.traits)
             _take_place(twin, node, new, (row.exponential,))
         else:
             _normalise_before_product(twin, node, numerator, denominator)
@@ -298,7 +303,10 @@ def _normalised(twin: Twin, numerator: Node, denominator: Node, before: Node) ->
     dim = total[1]
     x, shift = _split_shift(z, dim)
     sink = _sink(others[0], z, shift, dim) if others else None
-    return None if others and sink is None else _Row(exponential, x, sink, dim, raw=shift is None)
+    if others and sink is None:
+        return None
+    traits = ("raw",) if shift is None else ("unsaved",) if others and _may_be_infinite(shift) else ()
+    return _Row(exponential, x, sink, dim, traits)
 
 
 def _exponent(twin: Twin, node: Any, before: Node) -> Node | None:
@@ -431,6 +439,14 @@ def _is_maximum(shift: Node) -> bool:
     return isinstance(node, Node) and table.name_of(node) in ("amax", "max", "logsumexp")
 
 
+def _may_be_infinite(shift: Node) -> bool:
+    """Is the maximum of a row of -inf itself -inf? Not where it is kept above another number."""
+    node = _peel_item(shift)
+    while isinstance(node, Node) and table.name_of(node) in _PATH | {"detach"}:
+        node = _peel_item(node.args[0])
+    return table.name_of(node) in ("amax", "max", "logsumexp")
+
+
 def _depends_on_product(node: Node, limit: int = 1000) -> bool:
     """Is the value made from a matrix product nearby (so that it is no tensor one could capture)?"""
     seen: set[Node] = set()
@@ -476,7 +492,7 @@ def _normalise_before_product(twin: Twin, node: Node, numerator: Node, denominat
     quotient = (_peel_broadcast(denominator), numerator, exponential)
     if row is None or not _divides_own_rows(twin, quotient, path, views):
         return
-    weights = _softmax_for(twin, product, row.x, row.dim, row.sink, raw=row.raw)
+    weights = _softmax_for(twin, product, row.x, row.dim, row.sink, traits=row.traits)
     args = (_repeat(twin, views, weights, product), product.args[1])
     new = _insert(twin, product, table.BMM, *args, val=product.meta["val"], like=product)
     _take_place(twin, node, _repeat(twin, path, new, node), (row.exponential, product))
@@ -632,7 +648,7 @@ def _columns(twin: Twin) -> None:
         users = [n for n in _users_of_value(node) if n.users or n in twin.roots]
         if users and all(_drops_sink(u, dim, column) for u in users):
             for u in users:
-                new = _softmax_for(twin, u, column.scores, dim, sink=column.sink, raw="raw" in node.meta)
+                new = _softmax_for(twin, u, column.scores, dim, sink=column.sink, traits=_traits(node))
                 _take_place(twin, u, new, (node, peel(z)))
 
 
@@ -681,7 +697,7 @@ def _shifts(twin: Twin) -> None:
                 new = _insert(twin, node, node.target, x, *node.args[1:], val=node.meta["val"], like=node)
                 if node in twin.sinks:
                     continue  # the sink would have to shift too
-                new.meta |= {k: v for k, v in node.meta.items() if k == "raw"}
+                new.meta.update(dict.fromkeys(_traits(node), True))
                 _take_place(twin, node, new)
 
 
@@ -750,7 +766,7 @@ def _guards(twin: Twin) -> None:
         found = isinstance(inner, Node) and inner.target in table.SOFTMAX and inner not in twin.sinks
         if found and _same_shape(inner, node):
             dim = int(inner.args[1]) % max(_rank(inner), 1)  # type: ignore[arg-type]
-            new = _softmax_for(twin, node, inner.args[0], dim, safe=True, raw="raw" in inner.meta)  # type: ignore[arg-type]
+            new = _softmax_for(twin, node, inner.args[0], dim, safe=True, traits=_traits(inner))  # type: ignore[arg-type]
             _take_place(twin, node, new, (inner,))
 
 

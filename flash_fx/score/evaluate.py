@@ -288,7 +288,7 @@ def reference(
     if program.keep is not None:
         s = torch.where(run(program.keep), s, -torch.inf)
     sink = None if program.sink is None else run(program.sink).to(compute_dtype).expand(batch, heads, rows, 1)
-    p, lse = _softmax(s, sink, program.empty)
+    p, lse = _softmax(s, sink, program)
     if program.drop:
         if drop_mask is None:
             raise ValueError("reference: a program with dropout needs drop_mask, bool [B, H, M, N], got None")
@@ -301,24 +301,27 @@ def reference(
     return out.to(query.dtype), lse
 
 
-def _softmax(s: Tensor, sink: Tensor | None, empty: float | None) -> tuple[Tensor, Tensor]:
+def _softmax(s: Tensor, sink: Tensor | None, program: Program) -> tuple[Tensor, Tensor]:
     """p [B, H, M, N] and lse [B, H, M] of s, with the sink [B, H, M, 1] in the denominator."""
     if s.shape[-1] == 0:
         top = s.new_full((*s.shape[:-1], 1), -torch.inf)
     else:
         top = s.detach().amax(-1, keepdim=True)
+    no_key = top == -torch.inf
     if sink is not None:
         top = torch.maximum(top, sink.detach())
-    no_key = top == -torch.inf
-    if empty is not None:
+    if not program.unsaved:
+        no_key = top == -torch.inf
+    if program.guarded:
         # a finite stand-in keeps NaN out of the values and of autograd
         top = torch.where(no_key, 0.0, top)
     e = torch.exp(s - top)
     total = e.sum(-1, keepdim=True)
     if sink is not None:
         total = total + torch.exp(sink - top)
-    if empty is None:
-        total = torch.where(no_key, torch.nan, total)  # also for no keys at all, where the sum is 0
+    if not program.guarded:
+        # also for no keys at all, where the sum is 0
+        total = total + torch.zeros_like(total).masked_fill_(no_key, torch.nan)
         return e / total, (top + torch.log(total)).squeeze(-1)
     total = torch.where(no_key, 1.0, total)
     return e / total, torch.where(no_key, -torch.inf, top + torch.log(total)).squeeze(-1)

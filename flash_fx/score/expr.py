@@ -206,7 +206,8 @@ class Program:
     `sink`    float over b, h, q_idx: one more term of the denominator that has no value row; None is no term
     `weight`  float factor after the softmax, not renormalised; None is 1
     `drop`    dropout probability on the weights in [0, 1), inverted scaling; None is no dropout
-    `empty`   0.0 where a row without any kept key gives 0 (a NaN guard in the source); None gives NaN, as softmax does
+    `empty`   what a row without any kept key gives: 0.0 behind a NaN guard, nan where no sink saves it (a maximum of
+              -inf was subtracted from it); None is what the formula gives, 0 beside a sink and NaN without one
     """
 
     score: Expr = SCORE
@@ -215,6 +216,20 @@ class Program:
     weight: Expr | None = None
     drop: float | None = None
     empty: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.empty is not None and math.isnan(self.empty):
+            object.__setattr__(self, "empty", math.nan)  # one object, so that programs compare equal
+
+    @property
+    def guarded(self) -> bool:
+        """Whether a row without a key gives 0 for a guard's sake."""
+        return self.empty == 0.0
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether a row without a key is NaN in spite of a sink."""
+        return self.sink is not None and self.empty is math.nan
 
     def __str__(self) -> str:
         from .text import format_program

@@ -35,7 +35,7 @@ def format_program(program: Program) -> str:
         names[id(node)] = f"t{len(names)}"
         lines.append(f"{names[id(node)]} = {text}")
     lines += [f"{field} = {_format(e, names)[0]}" for field, e in parts]
-    lines += [f"{f} = {v!r}" for f in ("drop", "empty") if (v := getattr(program, f)) is not None]
+    lines += [f"{f} = {_number(v)}" for f in ("drop", "empty") if (v := getattr(program, f)) is not None]
     return "; ".join(lines)
 
 
@@ -140,12 +140,13 @@ def _target(statement: ast.stmt, text: str) -> str:
 
 
 def _plain(part: str, value: Expr) -> float:
-    limit = {"drop": (0.0, 1.0), "empty": (0.0, 0.0)}[part]
     number = value.head if isinstance(value, Const) else None
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not limit[0] <= number <= limit[1]:
-        wanted = "a probability from 0 to 1" if part == "drop" else "0.0"
+    known = isinstance(number, (int, float)) and not isinstance(number, bool)
+    fits = known and (0.0 <= number <= 1.0 if part == "drop" else number == 0.0 or math.isnan(number))  # type: ignore[operator, arg-type]
+    if not fits:
+        wanted = "a probability from 0 to 1" if part == "drop" else "0.0 or nan"
         raise ProgramError(f"{part!r} must be {wanted}, got {value!r}")
-    return float(number)
+    return float(number)  # type: ignore[arg-type]
 
 
 class _Reader:

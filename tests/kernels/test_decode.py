@@ -31,6 +31,11 @@ CASES = {
     "softcap": ("score = tanh(score * 0.25 / 5.0) * 5.0", [], ONE),
     "filled": ("score = where(c0[b, kv_idx], score, -1e9)", [torch.zeros(1, 520, dtype=torch.bool)], ONE),
     "no key": ("score = score * 0.25; keep = c0[b, kv_idx]", [torch.zeros(1, 520, dtype=torch.bool)], ONE),
+    "no key, sink": ("keep = kv_idx < c0[b]; sink = 0.5", [torch.tensor([0, 513])], Shape(b=2, h=2, hk=2, m=1, n=520)),
+    "no key, sink is no help": (
+        "keep = kv_idx < c0[b]; sink = c1[h]; empty = nan", [torch.tensor([0, 513]), randn(2)],
+        Shape(b=2, h=2, hk=2, m=1, n=520),
+    ),
     "no key, guarded": ("keep = kv_idx < c0[b]; empty = 0.0", [torch.tensor([0, 513])], Shape(b=2, h=2, hk=2, m=1, n=520)),
     "head dims": ("score = score * 0.2", [], Shape(b=1, h=2, hk=2, m=1, n=530, d=24, dv=40)),
 }  # fmt: skip

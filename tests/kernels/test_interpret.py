@@ -369,7 +369,9 @@ def test_nan_and_inf_scores_as_softmax() -> None:
 
 def test_sinks() -> None:
     check("score = score * 0.3; keep = kv_idx <= q_idx; sink = c0[h]", [randn(2)])
-    check("score = score * 0.3; keep = c1[b, q_idx, kv_idx]; sink = c0[h] * 2.0", [randn(2), keep(0.05, 2, 17, 33)])
+    for end in ("", "; empty = nan"):
+        text = f"score = score * 0.3; keep = c1[b, q_idx, kv_idx]; sink = c0[h] * 2.0{end}"
+        check(text, [randn(2), keep(0.05, 2, 17, 33)])
 
 
 def test_weights() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -123,5 +125,5 @@ programs = opaque(st.builds(
     sink=st.none() | st.sampled_from((load(0, H), const(0.0))),
     weight=st.none() | floats,
     drop=st.none() | st.sampled_from((0.0, 0.1, 0.5)),
-    empty=st.none() | st.just(0.0),
+    empty=st.none() | st.sampled_from([0.0, math.nan]),
 ))  # fmt: skip

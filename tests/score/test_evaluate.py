@@ -138,6 +138,10 @@ def test_reference_rows_without_keys(keys: int) -> None:
     assert (out[:, :, 0] == 0).all() and (lse[:, :, 0] == -math.inf).all()
     grads = torch.autograd.grad(out.sum(), (q, k, v))
     assert all(g.isfinite().all() for g in grads) and (grads[0][:, :, 0] == 0).all()
+    out, lse = reference(q, k, v, program=parse("keep = kv_idx < q_idx; sink = 0.5"))
+    assert (out[:, :, 0] == 0).all() and (lse[:, :, 0] == 0.5).all()
+    saved, _ = reference(q, k, v, program=parse("keep = kv_idx < q_idx; sink = 0.5; empty = nan"))
+    assert saved[:, :, 0].isnan().all() and torch.equal(saved[:, :, 1:], out[:, :, 1:]) == (keys > 0)
 
 
 def test_a_load_along_diagonals_is_no_gather() -> None:

@@ -20,6 +20,7 @@ CANONICAL = [
     "score = score + c0[h] * (kv_idx - q_idx)",
     "score = score + c0[h, c1[q_idx, kv_idx]]",
     "score = tanh(score / 50.0) * 50.0; sink = c0[h]; weight = c1; drop = 0.1; empty = 0.0",
+    "keep = kv_idx < q_idx; sink = 0.0; empty = nan",
     "score = where(kv_idx <= q_idx, score, -10000.0)",
     "score = score - (1.0 - c0[b, 0, 0, kv_idx])",
     "t0 = c0[b, kv_idx]; score = score + t0; keep = t0 > -1.0",
@@ -64,7 +65,7 @@ def test_operators_build_what_the_text_says() -> None:
         ("score += 1.0", "a score program is a list of assignments to score, keep"),
         ("score = score; score = score", "'score' is assigned twice"),
         ("drop = 2.0", "'drop' must be a probability from 0 to 1, got 2.0"),
-        ("empty = 1.0", "'empty' must be 0.0, got 1.0"),
+        ("empty = 1.0", "'empty' must be 0.0 or nan, got 1.0"),
     ],
 )
 def test_errors_name_the_place_and_what_is_known(text: str, message: str) -> None:
