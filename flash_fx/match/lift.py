@@ -219,9 +219,10 @@ def _score_operands(shapes: Shapes, product: Node, index: Index, m: Expr, n: Exp
 def _build(twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: int, lifted: _Lifted) -> Site:
     puller = lifted.puller
     sizes = puller.indexer.sizes
-    score, keep = lifted.score, None
-    if not _multiplies_infinity(puller.captures):  # whose NaN no mask expresses
-        score, keep = _fills(score, UNDERFLOW if "raw" in anchor.meta else -math.inf)
+    score = simplify(lifted.score)
+    if _multiplies_infinity(score, puller.captures):
+        raise Reject(Reason.SCORE, anchor, "an infinity is multiplied, and 0 times infinity is NaN")
+    score, keep = _fills(score, UNDERFLOW if "raw" in anchor.meta else -math.inf)
     if "raw" in anchor.meta and _may_underflow(score, puller.captures):
         raise Reject(Reason.SCORE, anchor, "a row of large negative scores is 0 / 0, because no maximum is subtracted")
     guards = Guards(puller, keep)
@@ -382,12 +383,13 @@ def _may_underflow(score: Expr, captures: list[Node]) -> bool:
     return any(-UNDERFLOW <= abs(a) < math.inf for a in numbers)
 
 
-def _multiplies_infinity(captures: list[Node]) -> bool:
-    """Is a capture something like `(1 - mask) * -inf`, NaN where the mask is 1?"""
+def _multiplies_infinity(score: Expr, captures: list[Node]) -> bool:
+    """Is a mask made as `(1 - mask) * -inf`, NaN where it is to let keys through? Neither a mask nor a score says this."""
     products = [n for n in made_of(captures) if table.name_of(n) in ("mul", "div")]
-    factors = [a for n in products for a in n.args if isinstance(a, float)]
+    factors = [a for n in products for a in n.args if isinstance(a, (int, float))]
     scalars = [a for n in products for a in n.all_input_nodes if a.meta["val"].dim() == 0]
-    return not all(map(math.isfinite, [*factors, *numbers_in(scalars)]))
+    inlined = [a.head for n in walk(score) if isinstance(n, Op) and n.head == "mul" for a in n.args if isinstance(a, Const)]
+    return not all(map(math.isfinite, [*factors, *numbers_in(scalars), *inlined]))
 
 
 def _holds_infinity_beside(score: Expr, captures: list[Node]) -> bool:
@@ -515,14 +517,8 @@ def _fills(e: Expr, lowest: float = -math.inf) -> tuple[Expr, Expr | None]:
 
 
 def _holds_infinity(e: Expr, *, positive_only: bool) -> bool:
-    """Is there an infinity of the wrong sign, or one that is multiplied, so that it is NaN at 0?"""
     bad = (math.inf,) if positive_only else (math.inf, -math.inf)
-    turned = [a for n in walk(e) if isinstance(n, Op) and n.head in ("mul", "div") for a in n.args]
-    return any(
-        (isinstance(n, Const) and (n.head in bad or n.head != n.head))
-        or (n in turned and isinstance(n, Const) and not math.isfinite(n.head))
-        for n in walk(e)
-    )
+    return any(isinstance(n, Const) and n.head in bad for n in walk(e))
 
 
 def _sum(operation: str, x: Expr, y: Expr) -> Expr:
