@@ -730,6 +730,12 @@ def causal_triu_top_left(q, k, v):
     return (q @ k.mT * 0.25 + mask).softmax(-1) @ v
 
 
+@row(*qkv(), program=CAUSAL)
+def causal_triu_of_ones_times_minus_infinity(q, k, v):
+    mask = torch.triu(torch.ones(q.size(-2), k.size(-2)) * -INF, diagonal=1)
+    return (q @ k.mT * 0.25 + mask).softmax(-1) @ v
+
+
 @row(
     *qkv(m=9),
     program="score = score * 0.25; keep = kv_idx <= q_idx + 4",
