@@ -250,3 +250,38 @@ def _kind(value: Any) -> str:
         return repr(value)
     get_dtype = getattr(value, "get_dtype", None)  # a buffer of Inductor's
     return str(get_dtype()) if get_dtype is not None else type(value).__name__
+
+
+# *** the search for the fastest tile ***
+
+
+def searches_for_the_fastest() -> bool:
+    """Whether this is compiled under mode="max-autotune"."""
+    from torch._inductor import config
+
+    return bool(config.max_autotune)
+
+
+@contextlib.contextmanager
+def real_execution() -> Iterator[None]:
+    """Operations inside run on real tensors although a trace is under way."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch.no_grad():
+        yield
+
+
+def milliseconds(call: Callable[[], Any]) -> float:
+    """Median time of a call on the GPU."""
+    from triton.testing import do_bench
+
+    return float(do_bench(call, warmup=5, rep=25, return_mode="median"))
+
+
+def default_store() -> Any:
+    """The key-value store that all ranks of a distributed job share; None outside of one."""
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    return distributed.distributed_c10d._get_default_store()

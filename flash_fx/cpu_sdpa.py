@@ -1,46 +1,23 @@
-"""The one case PyTorch's own CPU kernel covers: `score * c`, causal or everything, equal heads.
-
-plain_attention(query, key, value, parse("score = score * 0.125; keep = kv_idx <= q_idx"))    # (True, 0.125)
-"""
+"""The one case PyTorch's own CPU kernel covers: `score * c`, causal or everything, equal heads."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
 
-from .score.expr import KV, KV_LEN, Q_LEN, SCORE, Const, Op, Program, Q
-
-_CAUSAL = (KV <= Q, Q >= KV)
-_CAUSAL_FROM_END = (KV <= Q + KV_LEN - Q_LEN, KV <= Q + (KV_LEN - Q_LEN), Q + KV_LEN - Q_LEN >= KV)  # same if M == N
+from .score.expr import Program
+from .score.plain import causal_and_scale
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, program: Program) -> tuple[bool, float] | None:
     """Whether it is causal, and the scale; None if this is not the CPU kernel's case."""
-    scale = _scale(program)
-    causal = program.keep is not None
-    if scale is None or any(p is not None for p in (program.sink, program.weight, program.drop)):
-        return None
-    if causal and (program.keep not in (*_CAUSAL, *_CAUSAL_FROM_END) or query.shape[2] != key.shape[2]):
+    plain = causal_and_scale(program)
+    if plain is None or (plain[0] and query.shape[2] != key.shape[2]):
         return None
     same_heads = query.shape[1] == key.shape[1] and query.shape[3] == key.shape[3] == value.shape[3]
     if query.device.type != "cpu" or not same_heads or 0 in query.shape or 0 in key.shape:
         return None
-    return (causal, scale) if query.dtype in (torch.float32, torch.bfloat16, torch.float16) else None
-
-
-def _scale(program: Program) -> float | None:
-    score = program.score
-    if score is SCORE:
-        return 1.0
-    if isinstance(score, Op) and score.head in ("mul", "div") and SCORE in score.args:
-        factor = score.args[0] if score.args[1] is SCORE else score.args[1]
-        if isinstance(factor, Const) and not isinstance(factor.head, bool) and 0 < factor.head < math.inf:
-            if score.head == "mul":
-                return float(factor.head)
-            return 1.0 / factor.head if score.args[0] is SCORE else None
-    return None
+    return plain if query.dtype in (torch.float32, torch.bfloat16, torch.float16) else None
 
 
 def forward(

@@ -7,7 +7,7 @@ launch becomes a node of the traced graph (torch.library.wrap_triton).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -23,13 +23,14 @@ from ..score.evaluate import Evaluator, fill_top
 from ..score.expr import INDEX_NAMES, Const, Load, Program, captures_in, names_in
 from ..score.fill import fill_of
 from ..score.grad import derivative, loads_of
+from . import tuning
 from .facts import batches_share_tiles, needs_residual
 from .plan import Gradient, gradients_of
 from .render import is_rendered, load_kernel
 from .small import chunks_of_batches, is_small, sums_of, tile_of
 from .spec import CaptureFact, KernelSpec
 from .tables import gather, gathered, tables_of
-from .tiles import HOPPER_MULTIPROCESSORS, HOPPER_SHARED, UNKNOWN, Tile, padded, tile_for
+from .tiles import HOPPER_MULTIPROCESSORS, HOPPER_SHARED, UNKNOWN, Tile, is_overridden, override, padded, tile_for
 
 Size = Any  # int or torch.SymInt
 MOST_ROWS = 64  # of a tile that holds the queries of several heads
@@ -91,22 +92,7 @@ def forward(
     out is contiguous, or with `bmhd` the transpose(1, 2) view of a contiguous [B, M, H, Dv]. kv_blocks is the first
     result of `block_map` for this program, if it has one.
     """
-    run = _Run(query, key, value, captures, sizes, seed, program, kv_blocks)
-    shape = (run.b, run.h, run.m, run.spec.dv)
-    out = query.new_empty((run.b, run.m, run.h, run.spec.dv)).transpose(1, 2) if bmhd else query.new_empty(shape)
-    lse = query.new_empty(shape[:3], dtype=torch.float32)
-    if _is_empty(run.b, run.h, run.m):
-        return out, lse
-    if run.is_decoding():
-        run.decode(out, lse)
-        return out, lse
-    tile = run.tile("forward")
-    run.launch(
-        "forward", tile, run.b * run.h * cdiv(run.m, tile.block_m),
-        **run.operands, **run.captured, **run.lengths, **run.dims(tile), **run.seeded,
-        OUT=out, **strides("o", "bhmd", out), LSE=lse,
-    )  # fmt: skip
-    return out, lse
+    return _Run(query, key, value, captures, sizes, seed, program, kv_blocks).forward(bmhd)
 
 
 def backward(
@@ -186,6 +172,7 @@ class _Run:
         self.longest = max(self.m, self.n) if isinstance(self.m, int) and isinstance(self.n, int) else UNKNOWN
         self.mapped = kv_blocks is not None
         self.sums: dict[Gradient, Tensor] = {}  # gradients that a kernel computed beside others
+        self.searches = compat.searches_for_the_fastest() and not (self.spec.interpret or is_overridden())
         self.filling = self._filling()
         self.blocks = {"forward": kv_blocks, "delta": kv_blocks, "backward_dq": kv_blocks, "backward_dkdv": q_blocks}
 
@@ -197,7 +184,12 @@ class _Run:
         return {"TOP": fill_top(fill.top, self.query, self.key, self.captures, self.sizes)}
 
     def tile(self, kind: str) -> Tile:
-        return tile_for(kind, self.spec, shared_memory(self.query.device), self.longest)
+        limit = shared_memory(self.query.device)
+        tile = tile_for(kind, self.spec, limit, self.longest)
+        if kind == "delta" or not self.searches:
+            return tile
+        lengths = (self.b, self.h, self.hk, self.m, self.n)
+        return tuning.choose(kind, self.spec, lengths, tuning.candidates(kind, self.spec, tile, limit), self._timer(kind))
 
     def dims(self, tile: Tile) -> dict[str, Any]:
         even_m, even_n = divides(tile.block_m, self.m), divides(tile.block_n, self.n)
@@ -216,6 +208,25 @@ class _Run:
         if blocks is not None and "BLOCKS" in kernel.arg_names:  # not in a delta kernel without a loop
             arguments |= {"BLOCKS": blocks, "stride_lb": blocks.stride(0), "stride_lh": blocks.stride(1)}
         launch_kernel(kernel, tile, programs, spec.interpret, **arguments)
+
+    # *** forward ***
+
+    def forward(self, bmhd: bool) -> tuple[Tensor, Tensor]:
+        shape = (self.b, self.h, self.m, self.spec.dv)
+        new = self.query.new_empty
+        out = new((self.b, self.m, self.h, self.spec.dv)).transpose(1, 2) if bmhd else new(shape)
+        lse = new(shape[:3], dtype=torch.float32)
+        if not _is_empty(self.b, self.h, self.m):
+            (self.decode if self.is_decoding() else self.one_pass)(out, lse)
+        return out, lse
+
+    def one_pass(self, out: Tensor, lse: Tensor) -> None:
+        tile = self.tile("forward")
+        self.launch(
+            "forward", tile, self.b * self.h * cdiv(self.m, tile.block_m),
+            **self.operands, **self.captured, **self.lengths, **self.dims(tile), **self.seeded,
+            OUT=out, **strides("o", "bhmd", out), LSE=lse,
+        )  # fmt: skip
 
     # *** few queries, many keys ***
 
@@ -244,6 +255,34 @@ class _Run:
             "combine", tile, self.b * self.h * self.m, **shared, OUT=out, **strides("o", "bhmd", out), LSE=lse,
             **{k: dims[k] for k in ("D_V", "BLOCK_DV")}, BLOCK_S=16,
         )  # fmt: skip
+
+    # *** the search for a tile ***
+
+    def _timer(self, kind: str) -> tuning.Timer:
+        """Milliseconds of a kernel with a tile, on operands like these. A block map is left out: it makes no tile faster."""
+
+        def timed(tile: Tile) -> float:
+            with compat.real_execution(), override(tile, kind):
+                return compat.milliseconds(self._stand_in()._only(kind))
+
+        return timed
+
+    def _stand_in(self) -> _Run:
+        query, key, value, *captures = tuning.stand_ins([self.query, self.key, self.value, *self.captures])
+        sizes = [compat.sym_hint(s) for s in self.sizes]
+        seed = torch.zeros(2, dtype=torch.int64, device=query.device) if self.program.drop else None
+        return _Run(query, key, value, captures, sizes, seed, self.program)
+
+    def _only(self, kind: str) -> Callable[[], Any]:
+        """A call of this kernel, and of what cannot be told from it."""
+        out, lse = self.forward(bmhd=False)
+        if kind in ("forward", "decode"):
+            return lambda: (self.decode if kind == "decode" else self.one_pass)(out, lse)
+        rows = self.rows(torch.randn_like(out), out, lse, known=True)
+        if kind == "backward_capture":
+            floats = [(i, c) for i, c in enumerate(self.captures) if c.is_floating_point()]
+            return lambda: [self.capture_gradient(i, c, rows, lse) for i, c in floats]
+        return lambda: (self.dq if kind == "backward_dq" else self.dkdv)(rows)
 
     # *** backward passes ***
 

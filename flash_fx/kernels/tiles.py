@@ -12,7 +12,7 @@ from .spec import KernelSpec
 HOPPER_SHARED = 227 * 1024
 HOPPER_MULTIPROCESSORS = 132
 UNKNOWN = 1 << 30  # a length, under dynamic shapes
-_OVERRIDE: list[Tile] = []
+_OVERRIDE: list[tuple[Tile, tuple[str, ...]]] = []
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Tile:
 
 
 @contextmanager
-def override(tile: Tile) -> Iterator[None]:
-    """Every kernel launched inside uses this tile."""
-    _OVERRIDE.append(tile)
+def override(tile: Tile, *kinds: str) -> Iterator[None]:
+    """Every kernel launched inside, or every one of these kinds, uses this tile; the others that of the table."""
+    _OVERRIDE.append((tile, kinds))
     try:
         yield
     finally:
@@ -87,16 +87,25 @@ _TF32 = {
 
 def tile_for(kind: str, spec: KernelSpec, shared_limit: int = HOPPER_SHARED, longest: int = UNKNOWN) -> Tile:
     """The tile of a kernel on a device with `shared_limit` bytes of shared memory per program; `longest` of M and N."""
-    if _OVERRIDE:
-        return _OVERRIDE[-1]
+    if _OVERRIDE and (not _OVERRIDE[-1][1] or kind in _OVERRIDE[-1][1]):
+        return _OVERRIDE[-1][0]
     if spec.interpret:
         return Tile(32, 32, 4, 1)
-    table = _HALF if spec.dtype != "float32" else _FULL if spec.precision == "ieee" else _TF32
     width = padded(max(spec.d, spec.dv))
-    tile = _short(kind, spec, width, longest) or next(t for greatest, t in table[kind] if width <= greatest)
+    tile = _short(kind, spec, width, longest) or next(t for greatest, t in rows_of(kind, spec) if width <= greatest)
     if longest <= 64 < tile.block_m:
         tile = replace(tile, block_m=64, num_warps=4)
     return fit(kind, spec, tile, shared_limit)
+
+
+def is_overridden() -> bool:
+    return bool(_OVERRIDE)
+
+
+def rows_of(kind: str, spec: KernelSpec) -> list[tuple[int, Tile]]:
+    """The table's rows for a kernel: (greatest padded head dim, tile)."""
+    table = _HALF if spec.dtype != "float32" else _FULL if spec.precision == "ieee" else _TF32
+    return table[kind]
 
 
 def _short(kind: str, spec: KernelSpec, width: int, longest: int) -> Tile | None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op, triton_op
 
+from .. import cudnn_sdpa
 from ..layout import gradient_like
 from ..score.blocks import block_shape
 from ..score.expr import Program
@@ -74,6 +75,9 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     if not uses_triton(query.device):
         return torch.ops.flash_fx.tiled_attention(query, key, value, captures, sizes, seed, program, bmhd)
+    plain = cudnn_sdpa.plain_attention(query, key, value, _program(program))
+    if plain is not None:
+        return cudnn_sdpa.forward(query, key, value, *plain, bmhd=bmhd)
     from ..kernels import launch
 
     return launch.forward(query, key, value, captures, sizes, seed, _program(program), bmhd, kv_blocks)

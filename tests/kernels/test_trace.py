@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flash_fx import compat
-from flash_fx.kernels import launch
+from flash_fx.kernels import launch, tiles
 from flash_fx.kernels.render import is_rendered
 from flash_fx.score.text import parse
 
@@ -130,3 +130,45 @@ def test_the_analysis_of_this_pytorch_is_found() -> None:
     compat.remember_kernel_accesses(is_rendered)
     found = [getattr(triton_kernel_wrap, n, None) for n in ("identify_accessed_tensors", "identify_mutated_tensors")]
     assert any(hasattr(f, "flash_fx_answers") for f in found)
+
+
+def test_under_max_autotune_launches_use_the_fastest_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are made up here: more stages are faster, and a kernel of 128 keys does not run at all."""
+    asked = []
+
+    def milliseconds(call) -> float:
+        tile, (kind,) = tiles._OVERRIDE[-1]
+        asked.append(kind)
+        if tile.block_n == 128:
+            raise RuntimeError("out of resources")
+        return 1.0 / (tile.num_stages + tile.block_m / 1000)
+
+    def step(q, k, v, bias, g):
+        out, lse = launch.forward(q, k, v, [bias], [], None, program)
+        return out, *launch.backward(g, q, k, v, [bias], [], None, out, lse, program, [True] * 4)
+
+    program = parse("score = score * 0.125 + c0[h, q_idx, kv_idx]")
+    monkeypatch.setattr(compat, "searches_for_the_fastest", lambda: True)
+    monkeypatch.setattr(compat, "milliseconds", milliseconds)
+    monkeypatch.setattr(launch._Run, "_only", lambda self, kind: lambda: None)
+    shapes = ((3, 4, 640, 16), (3, 4, 650, 16), (3, 4, 650, 16), (4, 640, 650), (3, 4, 640, 16))
+    operands = [torch.randn(s, dtype=torch.bfloat16) for s in shapes]
+    make_fx(step, tracing_mode="symbolic")(*operands)
+    kinds = {"forward", "backward_dq", "backward_dkdv", "backward_capture"}
+    assert set(asked) == kinds
+    count = len(asked)
+    graph = make_fx(step, tracing_mode="fake")(*operands)  # lengths as numbers: another choice
+    assert len(asked) == 2 * count
+    make_fx(step, tracing_mode="fake")(*operands)
+    assert len(asked) == 2 * count
+    used = [launched(n) for n in graph.graph.nodes if "triton_kernel_wrapper" in str(n.target)]
+    chosen = {name: stages for name, stages in used if name.removeprefix("flash_fx_") in kinds}
+    assert chosen == {f"flash_fx_{kind}": 4 for kind in kinds}
+
+
+def launched(node) -> tuple[str, int]:
+    """Name of the kernel and its number of stages."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
+    return kernel.fn.fn.__name__, kernel.configs[0].num_stages

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "flash_fx"
 FLOORS = {
     **dict.fromkeys(["errors", "limits", "options", "reject", "report", "version", "compat"], 0),
     **dict.fromkeys(["layout", "score", "scatter"], 1),
-    **dict.fromkeys(["match", "kernels", "tiled", "cpu_sdpa"], 2),
+    **dict.fromkeys(["match", "kernels", "tiled", "cpu_sdpa", "cudnn_sdpa"], 2),
     **dict.fromkeys(["ops", "fingerprint"], 3),
     **dict.fromkeys(
         ["placing", "block_maps", "rewriting", "graph_pass", "backend", "explaining", "exported", "testing"], 4
@@ -22,9 +22,10 @@ FLOORS = {
 }
 APART = {
     ("match", "kernels"), ("kernels", "match"), ("match", "tiled"), ("tiled", "match"), ("match", "cpu_sdpa"),
+    *((a, b) for x in ("match", "kernels", "tiled", "cpu_sdpa") for a, b in ((x, "cudnn_sdpa"), ("cudnn_sdpa", x))),
     ("cpu_sdpa", "match"), ("kernels", "tiled"), ("tiled", "kernels"), ("kernels", "cpu_sdpa"), ("cpu_sdpa", "kernels"),
 }  # fmt: skip
-NO_TORCH_FX = ("kernels", "score", "scatter", "tiled", "cpu_sdpa")
+NO_TORCH_FX = ("kernels", "score", "scatter", "tiled", "cpu_sdpa", "cudnn_sdpa")
 
 
 def imports_of(source: str, package: tuple[str, ...]) -> set[str]:
