@@ -83,7 +83,9 @@ CASES = {
     "swin-b": Case(model("Swin", "ForImageClassification", **SWIN_B), lambda: pixels(32)),
     "vit-b": Case(model("ViT", "ForImageClassification", num_labels=1000), lambda: pixels(64)),
     "t5-base": Case(
-        model("T5", "ForConditionalGeneration", d_model=768, d_ff=3072, num_layers=12, num_heads=12),
+        model(
+            "T5", "ForConditionalGeneration", d_model=768, d_ff=3072, num_layers=12, num_heads=12, decoder_start_token_id=0
+        ),
         lambda: ids(4, 32000),
     ),
 }
