@@ -33,6 +33,9 @@ from .score.expr import Const, Expr, Name
 
 log = logging.getLogger("flash_fx")
 aten = torch.ops.aten
+_SHAPED = {
+    **dict.fromkeys(("view", "_unsafe_view", "reshape"), aten.reshape.default), "expand": aten.expand.default,
+}  # fmt: skip
 _REEMIT = table.TRANSPARENT | table.GENERATORS | table.SHAPE_ONLY | table.LOOKUPS
 
 
@@ -330,9 +333,15 @@ class _Emitter:
         integer = node.target in (operator.add, operator.mul, operator.sub, operator.floordiv, operator.mod)
         if node.op != "call_function" or node.target is leaf_value or not (operation in _REEMIT or integer):
             raise self._unreadable(node)
+        if operation in _SHAPED:
+            return self._shaped(self.value(node.args[0]), node)  # type: ignore[arg-type]
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self.value)  # type: ignore[arg-type]
-        target = aten.reshape.default if operation in ("view", "_unsafe_view") else node.target
-        return self._call(target, *args, **kwargs)
+        return self._call(node.target, *args, **kwargs)
+
+    def _shaped(self, source: Node, view: Node) -> Node:
+        """The same view of another node. The shape is read from the value: the twin's arguments may lack run-time sizes."""
+        shape = [self._dim(s) for s in view.meta["val"].shape]
+        return self._call(_SHAPED[table.name_of(view)], source, shape)
 
     def _unreadable(self, node: Node) -> Reject:
         """Overwritten meanwhile, or made inside one operation of the user's, whose result is something else."""
@@ -392,6 +401,9 @@ class _Emitter:
         if not placement.has_shape:
             out = self._call(aten.reshape.default, out, [self._dim(s) for s in placement.reached.meta["val"].shape])
         for step in placement.replay:
+            if table.name_of(step) in _SHAPED:
+                out = self._shaped(out, step)
+                continue
             args, kwargs = torch.fx.map_arg((step.args[1:], step.kwargs), self.value)  # type: ignore[arg-type]
             out = self._call(step.target, out, *args, **kwargs)
         return out

@@ -408,6 +408,60 @@ def infinity_times_a_mask_beside_rows_without_a_key(q, k, v):
     return s.exp() / (1 + s.exp().sum(-1, keepdim=True)) @ v
 
 
+def weights_moved_down_a_row(q, k, v):
+    w = sm(q @ k.mT)
+    return torch.cat([torch.zeros(B, H, 1, N), w[:, :, :-1]], 2) @ v
+
+
+def scores_of_keys_exchanged(q, k, v):
+    s = q @ k.mT
+    return sm(torch.cat([s[..., 4:], s[..., :4]], -1)) @ v
+
+
+def scores_joined_from_two_parts(q, k, v):
+    s = q @ k.mT
+    return sm(torch.cat([s[..., :4], s[..., 4:] * 2], -1)) @ v
+
+
+def scores_padded_on_two_sides(q, k, v):
+    return sm(F.pad((q @ k.mT)[:, :, 1:, 1:], (1, 0, 1, 0))) @ v
+
+
+def first_head_alone(q, k, v):
+    return torch.cat([sm((q @ k.mT)[:, :1]), torch.zeros(B, H - 1, M, N)], 1) @ v
+
+
+def first_row_zeroed_where_it_may_be_nan(q, k, v):
+    w = sm((q @ k.mT).masked_fill(torch.ones(M, N).triu(-1).bool(), -INF)).clone()
+    w[:, :, 0] = 0
+    return w @ v
+
+
+def rows_of_all_heads_regrouped(q, k, v):
+    return (sm(q @ k.mT).reshape(B, H * M, N) @ v[:, 0]).view(B, M, H, D)
+
+
+def queries_before_heads(q, k, v):
+    return (sm(q @ k.mT).transpose(1, 2).reshape(B, M * H, N) @ v[:, 0]).view(B, M, H, D)
+
+
+def keys_folded_into_rows(q, k, v):
+    return sm(q @ k.mT).reshape(B, -1) @ torch.linspace(-1, 1, H * M * N * D).view(-1, D)
+
+
+def shared_values_beside_a_use_of_the_weights(q, k, v):
+    w = sm(q @ k.mT)
+    return w @ v[0, 0] + w.mean()
+
+
+def heads_turned_before_shared_values(q, k, v):
+    return sm(q @ k.mT).flip(1) @ v[0, 0]
+
+
+def shared_values_summed_over_heads(q, k, v):
+    return torch.einsum("bhmn,nd->bmd", sm(q @ k.mT), v[0, 0])
+
+
 HELPERS = (sm, ex)
 FUNCTIONS = [f for f in list(globals().values()) if getattr(f, "__module__", "") == __name__ and f not in HELPERS]
 

@@ -328,6 +328,14 @@ ACTIVATIONS = {
     "relu6": (F.relu6, "where(score <= 0.0, 0.0, where(score >= 6.0, 6.0, score))"),
     "at_least_0": (lambda s: s.clamp(min=0), "where(score < 0.0, 0.0, score)"),
     "leaky_relu": (lambda s: F.leaky_relu(s, 0.25), "where(score > 0.0, score, score * 0.25)"),
+    "hardsigmoid": (
+        F.hardsigmoid, "t0 = score / 6.0 + 0.5; score = where(t0 <= 0.0, 0.0, where(t0 >= 1.0, 1.0, t0))",
+    ),
+    "threshold": (lambda s: F.threshold(s, 0.5, -2.0), "where(score <= 0.5, -2.0, score)"),
+    "steep_softplus": (
+        lambda s: F.softplus(s, beta=2, threshold=1),
+        "t0 = score * 2.0; score = where(t0 > 1.0, score, (maximum(t0, 0.0) + log1p(exp(-abs(t0)))) / 2.0)",
+    ),
     "elu": (F.elu, "t0 = score > 0.0; score = where(t0, score, expm1(where(t0, 0.0, score)))"),
     "gelu": (F.gelu, "score * 0.5 * (erf(score * 0.7071067811865476) + 1.0)"),
     "silu": (F.silu, "score * sigmoid(score)"),
@@ -907,6 +915,34 @@ def multi_query(q, k, v):
     return (q @ k.mT * 0.25).softmax(-1) @ v
 
 
+@row(*floats((B, M, H, D), (B, N, D), (B, N, D)), program=CAUSAL)
+def multi_query_by_einsum(q, k, v):
+    s = torch.einsum("bmhd,bnd->bhmn", q, k) * 0.25
+    keep = torch.ones(s.shape[-2:], dtype=torch.bool).tril()
+    return torch.einsum("bhmn,bnd->bmhd", s.masked_fill(~keep, -INF).softmax(-1), v)
+
+
+@row(*floats((B, M, 2, 3, D), (B, N, 2, D), (B, N, 2, D)), program=PLAIN)
+def grouped_query_by_einsum(q, k, v):
+    s = torch.einsum("bmkgd,bnkd->bkgmn", q, k) * 0.25
+    return torch.einsum("bkgmn,bnkd->bmkgd", s.softmax(-1), v)
+
+
+@row(*floats((B, H, M, D), (B, H, N, D), (N, D)), program=PLAIN)
+def values_shared_by_batch_and_heads(q, k, v):
+    return (q @ k.mT * 0.25).softmax(-1) @ v
+
+
+@row(*floats((B, H, M, D), (B, H, N, D)), program=PLAIN)
+def expected_position(q, k):
+    return (q @ k.mT * 0.25).softmax(-1) @ torch.linspace(-1.0, 1.0, k.size(-2))
+
+
+@row(*floats((B, M, D), (B, N, D), (B, N, D), (B, M, D)), program=PLAIN)
+def residual_in_the_value_product(q, k, v, residual):
+    return torch.baddbmm(residual, (q @ k.mT * 0.25).softmax(-1), v, beta=0.5)
+
+
 @row(*qkv(dv=24), program=PLAIN)
 def other_value_dim(q, k, v):
     return (q @ k.mT * 0.25).softmax(-1) @ v
@@ -1281,6 +1317,55 @@ def diagonal_read_before_it_is_filled(q, k, v):
     held = s.diagonal(dim1=-2, dim2=-1).clone()
     s.diagonal(dim1=-2, dim2=-1).fill_(-1e4)
     return s.softmax(-1) @ v + held[..., None]
+
+
+@row(*qkv(), program="score = where(kv_idx == 0, 0.0, score * 0.25)")
+def number_written_into_the_first_column(q, k, v):
+    s = q @ k.mT * 0.25
+    s[..., 0] = 0
+    return s.softmax(-1) @ v
+
+
+@row(*qkv(), program="score = score * 0.25; keep = (q_idx < 4) | (kv_idx < 4)")
+def block_written_with_minus_infinity(q, k, v):
+    s = q @ k.mT * 0.25
+    s[:, :, 4:, 4:] = -INF
+    return s.softmax(-1) @ v
+
+
+@row(
+    *qkv(),
+    program="score = where(kv_idx == 12, -10000.0, score * 0.25)",
+    dynamic="score = where(kv_idx == kv_len - 1, -10000.0, score * 0.25)",
+)
+def last_column_filled(q, k, v):
+    s = q @ k.mT * 0.25
+    s[..., -1] = -1e4
+    return s.softmax(-1) @ v
+
+
+@row(*qkv(m=N), program="score = where(kv_idx < q_idx, score * 0.25, -1000000000.0); weight = where(q_idx < 1, 0.0, 1.0)")
+def first_query_without_weights(q, k, v):
+    earlier = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril(-1)
+    w = torch.where(earlier, q @ k.mT * 0.25, -1e9).softmax(-1)
+    return torch.cat([torch.zeros_like(w[:, :, :1]), w[:, :, 1:]], 2) @ v
+
+
+@row(*qkv(), program=f"{CAUSAL}; weight = where(q_idx == 0, 0.0, 1.0); empty = 0.0")
+def first_query_zeroed_under_a_causal_mask(q, k, v):
+    future = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).triu(1)
+    w = (q @ k.mT * 0.25).masked_fill(future, -INF).softmax(-1).clone()
+    w[:, :, 0] = 0
+    return w @ v
+
+
+@row(
+    *qkv(),
+    program="score = where(kv_idx < 12, score * 0.25, -1000000000.0)",
+    dynamic="score = where(kv_idx < kv_len - 1, score * 0.25, -1000000000.0)",
+)
+def last_column_padded(q, k, v):
+    return F.pad((q @ k.mT * 0.25)[..., :-1], (0, 1), value=-1e9).softmax(-1) @ v
 
 
 # *** functions that hold a whole attention ***

@@ -99,6 +99,32 @@ def _leaky_relu(x: Expr, slope: Expr | float = 0.01) -> Expr:
     return where(op("gt", x, 0.0), x, op("mul", x, slope))
 
 
+def _hardsigmoid(x: Expr) -> Expr:
+    return _hardtanh(op("add", op("div", x, 6.0), 0.5), 0.0, 1.0)
+
+
+def _threshold(x: Expr, least: Expr, value: Expr) -> Expr:
+    return where(op("le", x, least), value, x)
+
+
+def _celu(x: Expr, alpha: Expr | float = 1.0) -> Expr:
+    return _elu(x, alpha, 1.0, op("div", 1.0, alpha))
+
+
+def _lerp(x: Expr, y: Expr, weight: Expr) -> Expr:
+    return op("add", x, op("mul", weight, op("sub", y, x)))
+
+
+def _fused(combine: str) -> Callable[..., Expr]:
+    """x + value * (y combined with z)"""
+
+    def build(x: Expr, y: Expr, z: Expr, value: Any = 1) -> Expr:
+        both = op(combine, y, z)
+        return op("add", x, both if value == 1 else op("mul", both, value))
+
+    return build
+
+
 def _elu(x: Expr, alpha: Expr | float = 1.0, scale: Expr | float = 1.0, inner: Expr | float = 1.0) -> Expr:
     below = op("mul", op("expm1", op("mul", where(op("gt", x, 0.0), 0.0, x), inner)), alpha)
     return op("mul", where(op("gt", x, 0.0), x, below), scale)
@@ -114,12 +140,13 @@ def _gelu(x: Expr, approximate: str = "none") -> Expr:
 
 
 def _softplus(x: Expr, beta: Expr | float = 1.0, threshold: Expr | float = 20.0) -> Expr | None:
-    """Above the threshold PyTorch takes x itself, which there is the same to float32's precision."""
+    """Above the threshold PyTorch takes x itself, which from 20 on is the same to float32's precision."""
     least = threshold.head if isinstance(threshold, Const) else threshold
-    if not isinstance(least, (int, float)) or least < 20:
+    if not isinstance(least, (int, float)):
         return None
     scaled = op("mul", x, beta)
-    return op("div", op("add", op("maximum", scaled, 0.0), op("log1p", op("exp", op("neg", op("abs", scaled))))), beta)
+    smooth = op("div", op("add", op("maximum", scaled, 0.0), op("log1p", op("exp", op("neg", op("abs", scaled))))), beta)
+    return smooth if least >= 20 else where(op("gt", scaled, float(least)), x, smooth)
 
 
 # name -> (how operands are brought to one kind, builder). Kinds: "result" casts to the node's own kind, "common" to the
@@ -145,6 +172,16 @@ POINTWISE: dict[str, tuple[str, Callable[..., Expr | None]]] = {
     "hardtanh": ("result", _hardtanh),
     "leaky_relu": ("result", _leaky_relu),
     "elu": ("result", _elu),
+    "celu": ("result", _celu),
+    "hardsigmoid": ("result", _hardsigmoid),
+    "hardswish": ("result", lambda x: op("mul", x, _hardsigmoid(x))),
+    "threshold": ("result", _threshold),
+    "_prelu_kernel": ("result", _leaky_relu),
+    "lerp": ("result", _lerp),
+    "addcmul": ("result", _fused("mul")),
+    "addcdiv": ("result", _fused("div")),
+    "frac": ("result", lambda x: op("sub", x, op("trunc", x))),
+    "sgn": ("result", lambda x: op("sign", x)),
     "gelu": ("result", _gelu),
     "silu": ("result", lambda x: op("mul", x, op("sigmoid", x))),
     "softplus": ("result", _softplus),
@@ -174,13 +211,16 @@ GENERATORS = frozenset(
 # Rows of a table at positions that a tensor holds.
 LOOKUPS = frozenset({"embedding", "index", "index_select"})
 
+# Pieces side by side, one of which may be zeros.
+JOINS = frozenset({"cat", "constant_pad_nd"})
+
 # In-place writes into part of a tensor, as the twin shows them.
 WRITES = frozenset({"index_put", "slice_scatter", "select_scatter", "diagonal_scatter"})
 
 # What may stand between the softmax and the products on either side; used to find candidates, not to judge them.
 TRANSPARENT = (
-    VIEWS | CASTS | WRITES | frozenset(POINTWISE)
-    | {"where", "masked_fill", "tril", "triu", "getitem", "native_dropout", "nan_to_num", "constant_pad_nd", "cat", "index"}
+    VIEWS | CASTS | WRITES | JOINS | frozenset(POINTWISE)
+    | {"where", "masked_fill", "tril", "triu", "getitem", "native_dropout", "nan_to_num", "index"}
 )  # fmt: skip
 # operations whose numbers become values, not shapes
 WITH_NUMBERS = frozenset(POINTWISE) | {"masked_fill", "full", "scalar_tensor", "full_like", "new_full"}

@@ -21,6 +21,7 @@ from .normalize import Twin, closure, resembles_softmax, target_name
 from .shapes import UnknownSizeError
 from .site import Site
 from .softmax import canonicalise, quotient
+from .unfold import unfold_rows
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ def find_sites(twin: Twin) -> list[Found]:
     """All attentions in graph order."""
     canonicalise(twin)
     join_products(twin)
-    live = closure([*twin.roots, *(s for s in twin.sinks.values() if isinstance(s, Node))])
+    unfold_rows(twin)
+    live = closure([*twin.roots, *(s for s in twin.sinks.values() if isinstance(s, Node))], _values_read)
     found: list[Found] = []
     for anchor in twin.graph.nodes:
         if anchor.target in table.SOFTMAX and anchor in live:
@@ -53,6 +55,10 @@ def find_sites(twin: Twin) -> list[Found]:
     found += _exponentials(live, twin.graph.nodes, {f.product for f in found})
     hidden = [Found(*near) for near in unseen(twin, [f.anchor for f in found])]
     return _settle(twin, live, found) + hidden
+
+
+def _values_read(node: Node) -> list[Node]:
+    return [] if table.name_of(node) in table.SHAPE_ONLY else node.all_input_nodes
 
 
 def _one_dropout_each(found: list[Found]) -> list[Found]:

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch.fx import Node
 
-from ..score.expr import Const, Expr, Load, Op, rebuild, walk
+from ..score.expr import TRUE, Const, Expr, Load, Op, op, rebuild, walk
 from . import aten as table
 from . import index as ix
-from .pull import Index, N, Puller, negate
+from .pull import I, Index, M, N, Puller, compare, negate
 
 
 class Guards:
@@ -27,7 +27,13 @@ class Guards:
 
     def hold_only_at_keys(self, condition: Expr) -> bool:
         """Is the condition false throughout every row without a key?"""
-        return any(self._needed <= self._conjuncts(e) for e in (condition, *self._somewhere(condition)))
+        covers = any(self._needed <= self._conjuncts(e) for e in (condition, *self._somewhere(condition)))
+        return covers or self._first_key_where(condition)
+
+    def _first_key_where(self, condition: Expr) -> bool:
+        """Is key 0 kept in every row where the condition holds, as under a causal mask in every row?"""
+        needed = {_bound(_at_first_key(e)) for e in self._needed} - {TRUE}
+        return bool(self._needed) and needed <= {_bound(e) for e in self._conjuncts(condition)}
 
     def always_hold(self, condition: Expr | None) -> bool:
         """Does it hold wherever the weight is not 0 already? A row with a key has one, so a test for one says nothing."""
@@ -117,6 +123,29 @@ def _may_wrap(total: Node) -> bool:
 
 def _is_bool(node: object) -> bool:
     return isinstance(node, Node) and table.kind_of_dtype(node.meta["val"].dtype) == "bool"
+
+
+def _at_first_key(e: Expr) -> Expr:
+    if e is N:
+        return ix.ZERO
+    args = tuple(map(_at_first_key, e.args))
+    is_comparison = isinstance(e, Op) and e.head in ("lt", "le", "gt", "ge", "eq", "ne")
+    return compare(e.head, *args) if is_comparison and not any(_is_real(a) for a in args) else rebuild(e, args)
+
+
+def _is_real(e: Expr) -> bool:
+    """May it be another number than an integer?"""
+    return any(isinstance(n, Load) or (isinstance(n, Const) and isinstance(n.head, float)) for n in walk(e))
+
+
+def _bound(e: Expr) -> Expr:
+    """`x > 2` and `~(x < 3)` as `x >= 3`, and `q != 0` as `q >= 1`: one form for bounds of integers."""
+    if isinstance(e, Op) and e.head == "not" and not _is_real(e):
+        return _bound(negate(e.args[0]))
+    number = e.args[1].head if isinstance(e, Op) and len(e.args) == 2 and isinstance(e.args[1], Const) else None
+    if type(number) is int and (e.head == "gt" or (e.head == "ne" and number == 0 and e.args[0] in (I, M, N))):
+        return op("ge", e.args[0], number + 1)
+    return e
 
 
 def _parts(e: Expr) -> set[Expr]:

@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node
 
 from .. import compat
-from .normalize import example_value, fresh_fake
+from .normalize import TO_BMM, example_value, fresh_fake, is_product
 
 
 def inline_node(gm: GraphModule, node: Node) -> None:
@@ -40,7 +40,8 @@ def _trace(node: Node, leaves: list, spec: Any, sources: list[Node]) -> GraphMod
     if mode is None:
         raise ValueError("the node has no example values")
     with mode, torch.no_grad(), compat.enable_python_dispatcher():
-        make = compat.make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)
+        known = TO_BMM if is_product(node) else {}  # a product that adds something, as `baddbmm`
+        make = compat.make_fx(run, decomposition_table=known, tracing_mode="real", _allow_non_fake_inputs=True)
         traced = make(*map(fresh_fake, values))
     traced.graph.eliminate_dead_code()
     _check_same(example_value(node), pytree.tree_map_only(Node, example_value, traced.graph.output_node().args[0]))

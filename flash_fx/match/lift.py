@@ -24,7 +24,7 @@ from .captures import renumber, unfold
 from .guards import Guards
 from .normalize import Twin, leaf_value, made_of, numbers_in
 from .operand import B, H, as_operand
-from .pull import D, I, Index, M, N, Puller, compare, logical, negate
+from .pull import D, I, Index, M, N, Puller, choose, compare, logical, negate
 from .shapes import Shapes
 from .site import Operand, Site
 
@@ -495,6 +495,10 @@ def _fills(e: Expr, lowest: float = -math.inf) -> tuple[Expr, Expr | None]:
         if _is_at_most(x, lowest):
             inner, keep = _fills(y, lowest)
             return inner, _and(keep, negate(condition))
+        (x, kx), (y, ky) = (_fills(branch, lowest) for branch in (x, y))
+        if kx is None and ky is None:
+            return e, None
+        return choose(condition, x, y), _and(_or(negate(condition), kx), _or(condition, ky))
     if e.head in ("add", "sub"):
         if any(_holds_infinity(a, positive_only=e.head == "add") for a in e.args[e.head == "sub" :]):
             return e, None  # inf - inf is NaN, which no mask expresses
@@ -537,6 +541,10 @@ def _and(x: Expr | None, y: Expr | None) -> Expr | None:
     if x is None or y is None:
         return y if x is None else x
     return logical("logical_and", [x, y])
+
+
+def _or(x: Expr, y: Expr | None) -> Expr | None:
+    return None if y is None else logical("logical_or", [x, y])
 
 
 def _split_weight(e: Expr, guards: Guards, anchor: Node) -> tuple[Expr | None, float | None]:

@@ -55,7 +55,7 @@ def _mv(matrix: Any, vector: Any) -> Any:
 
 
 # Every matrix product that can be part of an attention becomes a bmm.
-_TO_BMM = {
+TO_BMM = {
     torch.ops.aten.baddbmm.default: _baddbmm,
     torch.ops.aten.addmm.default: _addmm,
     torch.ops.aten.mm.default: _mm,
@@ -144,7 +144,7 @@ def make_twin(gm: GraphModule) -> Twin:
             return [compat.plain_tensor(r) for r in pytree.tree_leaves(result) if isinstance(r, torch.Tensor)]
 
     with mode, torch.no_grad(), compat.enable_python_dispatcher():
-        make = compat.make_fx(run, decomposition_table=_TO_BMM, tracing_mode="real", _allow_non_fake_inputs=True)
+        make = compat.make_fx(run, decomposition_table=TO_BMM, tracing_mode="real", _allow_non_fake_inputs=True)
         traced = make(*map(fresh_fake, fakes))
     graph = traced.graph
     kept = set(graph.nodes)
@@ -472,7 +472,8 @@ def _mark_gradients(twin: Twin) -> None:
             node = entries[0][1]
             recorded[node] = recorded.get(node, False) or value.requires_grad
     for node in twin.graph.nodes:
-        flows = any(a in twin.requires_grad for a in node.all_input_nodes) and _is_float(node)
+        reads = table.name_of(node) not in table.SHAPE_ONLY
+        flows = reads and any(a in twin.requires_grad for a in node.all_input_nodes) and _is_float(node)
         if node.target is torch.ops.aten.detach.default and flows:
             twin.stops.add(node)
             flows = False

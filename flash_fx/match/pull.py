@@ -129,6 +129,8 @@ class Puller:
             found = self._written(node, operation, index)
             # a whole matrix has to be read anyway: then the one that was written into
             return found if node in self.cone or found is None or not _reads_matrix(found) else None
+        if operation in table.JOINS and node in self.cone:
+            return self._joined(node, operation, index)
         if operation in table.LOOKUPS:
             return look_up(self, node, index)
         if operation in table.POINTWISE:
@@ -397,8 +399,10 @@ class Puller:
     def _select_write(self, node: Node, axis: int, index: Index) -> tuple[Expr, Expr] | None:
         """(where the new value is, the new value)"""
         at = self._integer(node.args[3])
-        if at is None or (isinstance(at, Const) and at.head < 0):
+        if at is None:
             return None
+        if isinstance(at, Const) and at.head < 0:
+            at = ix.add(at, self.shapes.of(node)[axis])
         new = self.pull(node.args[1], (*index[:axis], *index[axis + 1 :]))  # type: ignore[arg-type]
         return compare("eq", index[axis], at), new
 
@@ -430,6 +434,43 @@ class Puller:
         new = self.pull(node.args[1], moved)  # type: ignore[arg-type]
         self.partial -= inside is not TRUE
         return inside, _read_only_where(inside, new)
+
+    def _joined(self, node: Node, operation: str, index: Index) -> Expr | None:
+        """`cat([x, y], dim)` and `pad(x, ...)`: whichever piece the index lies in, read where it begins."""
+        if operation == "cat":
+            axis = int(node.args[1] if len(node.args) > 1 else 0) % len(index)  # type: ignore[arg-type]
+            return self._piecewise(node.args[0], axis, index)  # type: ignore[arg-type]
+        source, pads, *number = node.args
+        widths: list[Any] = list(pads)  # type: ignore[arg-type]  # before and after, the last dimension first
+        padded = [d for d in range(len(widths) // 2) if any(widths[2 * d : 2 * d + 2])]
+        fill = self._operand(number[0] if number else 0.0, ())
+        if fill is None or len(padded) != 1 or not all(isinstance(w, int) and w >= 0 for w in widths):
+            return None
+        outside = cast(*fill, table.kind_of_dtype(node.meta["val"].dtype))
+        axis, before = len(index) - 1 - padded[0], const(widths[2 * padded[0]])
+        return self._inside(source, axis, before, index, outside)  # type: ignore[arg-type]
+
+    def _piecewise(self, pieces: list[Node], axis: int, index: Index) -> Expr | None:
+        if any(p.meta["val"].dim() != len(index) for p in pieces):
+            return None  # `cat` skips tensors of shape [0]
+        starts: list[Expr] = [ix.ZERO]
+        for piece in pieces[:-1]:
+            starts.append(ix.add(starts[-1], self.shapes.of(piece)[axis]))
+        found = self._inside(pieces[-1], axis, starts[-1], index, None)
+        for piece, start in zip(reversed(pieces[:-1]), reversed(starts[:-1]), strict=True):
+            found = self._inside(piece, axis, start, index, found)
+        return found
+
+    def _inside(self, piece: Node, axis: int, start: Expr, index: Index, outside: Expr | None) -> Expr:
+        """The piece where the index lies in it, else `outside`: what lies on either side (None: nothing does)."""
+        at, end = index[axis], ix.add(start, self.shapes.of(piece)[axis])
+        above = TRUE if start is ix.ZERO else compare("ge", at, start)
+        inside = above if outside is None else logical("logical_and", [above, compare("lt", at, end)])
+        self.partial += inside is not TRUE
+        new = self.pull(piece, (*index[:axis], ix.sub(at, start), *index[axis + 1 :]))
+        self.partial -= inside is not TRUE
+        new = _read_only_where(inside, new)
+        return new if outside is None else choose(inside, new, outside)
 
     def _masked_write(self, node: Node, index: Index) -> Expr | None:
         masks = [(at, m) for at, m in enumerate(node.args[1]) if m is not None]  # type: ignore[arg-type]

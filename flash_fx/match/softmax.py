@@ -182,11 +182,13 @@ def _softmax_for(
 
 
 def _copies(twin: Twin) -> None:
-    """`copy(x, y)` is y with the shape and dtype of x, whose values nobody reads; nor does `fill(x, 0)`."""
+    """`copy(x, y)` is y with the shape and dtype of x, whose values nobody reads; nor do `fill(x, 0)` and `zero(x)`."""
     for node in list(twin.graph.nodes):
-        if node.target is aten.fill.Scalar and not node.meta.get("stop"):
-            _take_place(twin, node, _expanded(twin, node, node.args[1]))
-        if node.target is not aten.copy.default or node.meta.get("stop"):
+        if node.meta.get("stop"):
+            continue
+        if node.target in (aten.fill.Scalar, aten.zero.default):
+            _take_place(twin, node, _expanded(twin, node, _argument(node, 1) if len(node.args) > 1 else 0))
+        if node.target not in (aten.copy.default, aten.fill.Tensor):
             continue
         val, source = node.meta["val"], node.args[1]
         if source.meta["val"].dtype != val.dtype:
