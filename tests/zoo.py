@@ -935,7 +935,7 @@ def values_shared_by_batch_and_heads(q, k, v):
 
 @row(*floats((B, H, M, D), (B, H, N, D)), program=PLAIN)
 def expected_position(q, k):
-    return (q @ k.mT * 0.25).softmax(-1) @ torch.linspace(-1.0, 1.0, k.size(-2))
+    return (q @ k.mT * 0.25).softmax(-1) @ torch.linspace(-1.0, 1.0, k.size(-2), dtype=k.dtype)
 
 
 @row(*floats((B, M, D), (B, N, D), (B, N, D), (B, M, D)), program=PLAIN)
