@@ -17,7 +17,7 @@ from . import aten as table
 from .join import join_products
 from .lift import lift_site
 from .near import hides_softmax, names_softmax, unseen
-from .normalize import Twin, closure, resembles_softmax, target_name
+from .normalize import Twin, closure, is_product, resembles_softmax, target_name
 from .shapes import UnknownSizeError
 from .site import Site
 from .softmax import canonicalise, quotient
@@ -81,7 +81,8 @@ def has_softmax(graph: Any) -> bool:
         return True
     if any(hides_softmax(n) for n in graph.nodes):
         return True
-    by_hand = any(n.split(".")[0] in ("sum", "logsumexp", "log_softmax", "normalize") for n in names)
+    by_hand = any(n.split(".")[0] in ("sum", "einsum", "logsumexp", "log_softmax", "normalize") for n in names)
+    by_hand = by_hand or sum(map(is_product, graph.nodes)) > 1  # one with ones is a sum
     exponential = by_hand and any(resembles_softmax(n) for n in graph.nodes)
     return exponential or any(_has_softmax_module(n) for n in graph.nodes if n.op == "call_module")
 
@@ -157,6 +158,7 @@ def _near_miss(anchor: Node, live: set[Node]) -> Found | None:
 
 
 _TOTALS = frozenset({"sum", "mean", "linalg_vector_norm"})
+_LINEAR = table.VIEWS | table.CASTS | {"add", "sub", "mul", "div", "clamp", "clamp_min", "maximum"}
 
 
 def _exponentials(live: set[Node], nodes: Iterable[Node], reported: set[Node]) -> list[Found]:
@@ -185,10 +187,15 @@ def _views_of(product: Node) -> list[Node]:
 
 
 def _divides_by_total(node: Node, exponential: Node) -> bool:
-    """Is it a quotient with a sum over these exponentials in its denominator?"""
+    """Is it a quotient with a sum over these exponentials in its denominator, or a product, as with ones?"""
     parts = quotient(node)
-    totals = [] if parts is None else [n for n in closure([parts[1]]) if table.name_of(n) in _TOTALS]
-    return any(exponential in closure([n]) for n in totals)
+    if parts is None:
+        return False
+    totals = [n for n in closure([parts[1]]) if table.name_of(n) in _TOTALS]
+    linear = closure([parts[1]], lambda n: n.all_input_nodes if table.name_of(n) in _LINEAR else ())
+    products = [a for n in linear if n.target is table.BMM for a in n.all_input_nodes]
+    contracted = closure(products, lambda n: n.all_input_nodes if table.name_of(n) in _LINEAR else ())
+    return exponential in contracted or any(exponential in closure([n]) for n in totals)
 
 
 def _path_to_product(start: Node, following: Callable[[Node], Iterable[Node]]) -> list[Node] | None:
