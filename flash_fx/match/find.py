@@ -172,7 +172,8 @@ def _exponentials(live: set[Node], nodes: Iterable[Node], reported: set[Node]) -
         if after is None or before is None or any(n.target in table.SOFTMAX for n in before + after):
             continue
         product = after[-1]
-        if product not in reported and any(_divides_by_total(n, e) for n in after[:-1] + _views_of(product)):
+        divided = _subtracts_logarithm(e) or any(_divides_by_total(n, e) for n in after[:-1] + _views_of(product))
+        if product not in reported and divided:
             verdict = Reject(Reason.EXPONENTIALS, e)
             found.setdefault(product, Found(e, product, verdict))
     return list(found.values())
@@ -192,10 +193,19 @@ def _divides_by_total(node: Node, exponential: Node) -> bool:
     if parts is None:
         return False
     totals = [n for n in closure([parts[1]]) if table.name_of(n) in _TOTALS]
-    linear = closure([parts[1]], lambda n: n.all_input_nodes if table.name_of(n) in _LINEAR else ())
-    products = [a for n in linear if n.target is table.BMM for a in n.all_input_nodes]
-    contracted = closure(products, lambda n: n.all_input_nodes if table.name_of(n) in _LINEAR else ())
-    return exponential in contracted or any(exponential in closure([n]) for n in totals)
+    products = [a for n in _linear_in([parts[1]]) if n.target is table.BMM for a in n.all_input_nodes]
+    return exponential in _linear_in(products) or any(exponential in closure([n]) for n in totals)
+
+
+def _subtracts_logarithm(exponential: Node) -> bool:
+    """Is it exp(x - log(sum(..))), the quotient written in the exponent?"""
+    logarithms = [n for n in _linear_in(exponential.all_input_nodes) if table.name_of(n) in ("log", "logsumexp", "logaddexp")]
+    return any(table.name_of(n) in _TOTALS | {"logsumexp"} for n in closure(logarithms))
+
+
+def _linear_in(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes and what they are sums and multiples of."""
+    return closure(nodes, lambda n: n.all_input_nodes if table.name_of(n) in _LINEAR else ())
 
 
 def _path_to_product(start: Node, following: Callable[[Node], Iterable[Node]]) -> list[Node] | None:

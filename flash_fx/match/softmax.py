@@ -819,11 +819,14 @@ def _without_shift(twin: Twin, z: Any, dim: int, before: Node) -> Node | None:
 
 
 def _less_finite_shift(z: Node, dim: int) -> Node | None:
-    """x of x - c where c is a mean, say, of scores that nothing masks: constant along the row, and certainly finite."""
+    """x of x - c where c is a mean, say, of scores that nothing masks: constant along the row, and certainly finite.
+
+    Nor may x be masked before: the gradient of a row without a key is NaN in x, and reaches all of its scores by c.
+    """
     if not _is(z, "sub") or z.kwargs or not all(isinstance(a, Node) for a in z.args):
         return None
     x, c = z.args
-    harmless = _is_row_constant(c, x, dim) and _depends_on_product(c) and _is_unmasked(c)  # type: ignore[arg-type]
+    harmless = _is_row_constant(c, x, dim) and _depends_on_product(c) and _is_unmasked(z)  # type: ignore[arg-type]
     return x if harmless and _same_shape(x, z) else None  # type: ignore[arg-type, return-value]
 
 
