@@ -1274,9 +1274,9 @@ def difference_of_two(q, k, v, balance):
     return (first - balance * second) @ v
 
 
-@row(*qkv(), program=("", "score = score * 2.0", "score = score * 3.0"), sites=3)
+@row(*qkv(), program=(PLAIN, PLAIN + " * 2.0", PLAIN + " * 3.0"), sites=3)
 def sum_of_three(q, k, v):
-    s = q @ k.mT
+    s = q @ k.mT * 0.25
     return (s.softmax(-1) + (2 * s).softmax(-1) + (3 * s).softmax(-1)) @ v
 
 
