@@ -1274,7 +1274,7 @@ def difference_of_two(q, k, v, balance):
     return (first - balance * second) @ v
 
 
-@row(*qkv(), program=(PLAIN, PLAIN + " * 2.0", PLAIN + " * 3.0"), sites=3)
+@row(*qkv(), program=(PLAIN, "score = score * 0.5", "score = score * 0.75"), sites=3)
 def sum_of_three(q, k, v):
     s = q @ k.mT * 0.25
     return (s.softmax(-1) + (2 * s).softmax(-1) + (3 * s).softmax(-1)) @ v

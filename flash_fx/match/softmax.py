@@ -835,7 +835,12 @@ _FINITE_OF_ONE = table.VIEWS | table.CASTS | {"neg", "mean", "sum", "amin", "ama
 
 def _is_unmasked(node: Node) -> bool:
     """Is the value made of matrix products and moderate numbers alone, by what leaves them finite?"""
-    made = closure([node], lambda n: () if n.target is table.BMM else n.all_input_nodes)
+
+    def values(n: Node) -> list[Node]:
+        read = () if n.target is table.BMM else n.all_input_nodes
+        return [a for a in read if isinstance(a.meta.get("val"), torch.Tensor)]  # no run-time sizes
+
+    made = closure([node], values)
     return all(n.target is table.BMM or _keeps_finite(n) for n in made)
 
 
