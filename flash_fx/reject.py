@@ -50,6 +50,11 @@ class Reason(Enum):
         "the attention is part of one operation that cannot be taken apart",
         "write the two products as operations of their own",
     )
+    TRANSFORMED = (
+        "transformed",
+        "the graph runs inside transforms of torch.func, such as vmap, jacrev or grad",
+        "write the batch as a dimension instead of vmap, and differentiate outside of the compiled function",
+    )
     MUTATED = (
         "mutated",
         "an operand or mask is changed in place between its use in the scores and the value product",

@@ -23,7 +23,16 @@ from .match import aten as table
 from .match import index as ix
 from .match.find import Found, find_sites, has_softmax
 from .match.inline import inline_node
-from .match.normalize import Twin, closure, example_value, leaf_value, make_twin, may_mutate, target_name
+from .match.normalize import (
+    Twin,
+    closure,
+    example_value,
+    leaf_value,
+    make_twin,
+    may_mutate,
+    resembles_softmax,
+    target_name,
+)
 from .match.shapes import Shapes
 from .match.site import Operand, Site
 from .placing import Placement, place
@@ -51,6 +60,9 @@ def rewrite_graph(gm: GraphModule) -> Report:
 def _rewrite_one(gm: GraphModule) -> Report:
     try:
         twin, found = _analyse(gm)
+    except Reject as r:
+        softmax = next((n for n in gm.graph.nodes if resembles_softmax(n)), r.node)
+        return Report([_describe_left(softmax, softmax, r)])
     except Exception as e:  # a user's model never fails because of us
         log.info("flash_fx could not analyse a graph and left it alone: %s: %s", type(e).__name__, e)
         log.debug("analysis failed", exc_info=True)
@@ -135,7 +147,8 @@ def _apply(
         except Exception as e:  # a user's model never fails because of us
             log.warning("flash_fx left an attention alone: %s: %s", type(e).__name__, e)
             rejected = Reject(Reason.INTERNAL, group[0].anchor, type(e).__name__)
-    return [_describe_left(twin, f, f.verdict if isinstance(f.verdict, Reject) else rejected) for f in group]
+    reasons = [f.verdict if isinstance(f.verdict, Reject) else rejected for f in group]
+    return [_describe_left(f.anchor, _user_of(twin, f.anchor), r) for f, r in zip(group, reasons, strict=True)]
 
 
 # *** one site, or several that are added up ***
@@ -489,23 +502,25 @@ def _describe_fused(twin: Twin, site: Site) -> SiteReport:
         f"[{d['B']}, {d['HK']}, {d['N']}, {d['D']}]",
         f"[{d['B']}, {d['HK']}, {d['N']}, {d['DV']}]",
     )
-    return SiteReport("fused", None, "", str(site.program), _location(twin, site.anchor), shapes, _dtype(site.dtype))
+    return SiteReport("fused", None, "", str(site.program), _location(_user_of(twin, site.anchor)), shapes, _dtype(site.dtype))
 
 
-def _describe_left(twin: Twin, found: Found, reject: Reject) -> SiteReport:
-    value = next(v for v in pytree.tree_leaves(example_value(found.anchor)) if isinstance(v, torch.Tensor))
+def _describe_left(anchor: Node, user: Node | None, reject: Reject) -> SiteReport:
+    value = next(v for v in pytree.tree_leaves(example_value(anchor)) if isinstance(v, torch.Tensor))
     shape = "[" + ", ".join(str(s) for s in value.shape) + "]"
-    where = _location(twin, found.anchor)
-    return SiteReport("left", reject.reason.code, reject.message, "", where, (shape,), _dtype(value.dtype))
+    return SiteReport("left", reject.reason.code, reject.message, "", _location(user), (shape,), _dtype(value.dtype))
 
 
 def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _location(twin: Twin, anchor: Node) -> str:
+def _user_of(twin: Twin, anchor: Node) -> Node | None:
+    return anchor if anchor in twin.order else twin.origin.get(anchor)
+
+
+def _location(user: Node | None) -> str:
     """file:line of the user's softmax."""
-    user = anchor if anchor in twin.order else twin.origin.get(anchor)
     frames = list(_frames(user.meta.get("stack_trace") or "")) if user is not None else []
     own = [f for f in frames if "/torch/nn/" not in f.replace("\\", "/")]
     return (own or frames or ["unknown:0"])[-1]

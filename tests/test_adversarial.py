@@ -462,7 +462,156 @@ def shared_values_summed_over_heads(q, k, v):
     return torch.einsum("bhmn,nd->bmd", sm(q @ k.mT), v[0, 0])
 
 
-HELPERS = (sm, ex)
+# *** rows without a key, and neighbours of what is recognised ***
+
+FILLS = (-INF, -1e30, -300.0)
+
+
+def some_rows_filled(q, k, fill):
+    """Some rows are filled throughout, the others in part."""
+    drop = (torch.arange(M)[:, None] > 5) | (torch.arange(N) > torch.arange(M)[:, None] + 4)
+    return (q @ k.mT * 0.3).masked_fill(drop, fill)
+
+
+def stable(s):
+    m = s.amax(-1, keepdim=True)
+    return torch.exp(s - (m + torch.exp(s - m).sum(-1, keepdim=True).log()))
+
+
+def shifted(s):
+    return torch.exp(s - s.amax(-1, keepdim=True))
+
+
+def of_exponentials(quotient):
+    return lambda s: quotient(shifted(s))
+
+
+def sums(s):
+    return sm(s) - 0.5 * (sm(2 * s) + sm(3 * s))
+
+
+SPELLINGS = {
+    "unlike_itself": lambda s: (w := sm(s)).masked_fill(w != w, 0.0),
+    "equal_to_itself": lambda s: torch.where((w := sm(s)) == w, w, 0.0),
+    "any_nan": lambda s: torch.where((w := sm(s)).isnan().any(-1, keepdim=True), 0.0, w),
+    "all_nan": lambda s: torch.where((w := sm(s)).isnan().all(-1)[..., None], 0.0, w),
+    "logarithm": lambda s: torch.exp(s - s.exp().sum(-1, keepdim=True).log()),
+    "logarithm_and_epsilon": lambda s: torch.exp(s - (s.exp().sum(-1, keepdim=True) + 1e-3).log()),
+    "stable_logarithm": stable,
+    "logarithm_of_shifted": lambda s: (
+        (t := s - s.amax(-1, keepdim=True)) - t.exp().sum(-1, keepdim=True).log()
+    ).exp(),
+    "maximum": of_exponentials(lambda e: e / torch.maximum(e.sum(-1, keepdim=True), torch.tensor(1e-6))),
+    "epsilon_of_zero": of_exponentials(lambda e: e / (e.sum(-1, keepdim=True) + 0.0)),
+    "constant_epsilon": lambda s: s.exp() / (s.exp().sum(-1, keepdim=True) + torch.tensor(1e-3)),
+    "three": sums,
+    "mean": lambda s: sm(s - s.mean(-1, keepdim=True)),
+    "quotient_less_the_mean": lambda s: (e := (s - s.mean(-1, keepdim=True)).exp()) / e.sum(-1, keepdim=True),
+}
+
+
+def unlike_another(q, k, v):
+    w = sm(some_rows_filled(q, k, -INF))
+    return w.masked_fill(w != sm(q @ k.mT), 0.0) @ v
+
+
+def unlike_its_rounding(q, k, v):
+    w = sm(q @ k.mT)
+    return w.masked_fill(w != w.bfloat16(), 0.0) @ v
+
+
+def nan_of_another_axis(q, k, v):
+    w = sm(some_rows_filled(q, k, -INF))
+    return torch.where(w.isnan().any(-2, keepdim=True), 0.0, w) @ v
+
+
+def nan_kept_and_the_rest_zeroed(q, k, v):
+    w = sm(q @ k.mT)
+    return w.masked_fill(w == w, 0.0) @ v + torch.where(w.isnan().any(-1, keepdim=True), w, 0.0) @ v
+
+
+def maximum_with_a_large_floor(q, k, v):
+    e = shifted(q @ k.mT)
+    return e / torch.maximum(e.sum(-1, keepdim=True), torch.tensor(3.0)) @ v
+
+
+def maximum_with_a_floor_of_one(q, k, v):
+    e = shifted(q @ k.mT * 1e4)
+    return e / torch.maximum(e.sum(-1, keepdim=True), torch.tensor(1.0)) @ v
+
+
+def maximum_without_a_shift(q, k, v):
+    e = ex(q, k)
+    return e / torch.maximum(e.sum(-1, keepdim=True), torch.tensor(9.0)) @ v
+
+
+def logarithm_detached(q, k, v):
+    s = q @ k.mT * 0.3
+    return torch.exp(s - s.exp().sum(-1, keepdim=True).log().detach()) @ v
+
+
+def maximum_detached_once(q, k, v):
+    s = q @ k.mT * 0.3
+    m = s.amax(-1, keepdim=True)
+    return torch.exp(s - (m + torch.exp(s - m.detach()).sum(-1, keepdim=True).log())) @ v
+
+
+def logarithm_of_other_scores(q, k, v):
+    s = q @ k.mT * 0.3
+    return torch.exp(s - (s * 0.5).exp().sum(-1, keepdim=True).log()) @ v
+
+
+def logarithm_over_the_queries(q, k, v):
+    s = q @ k.mT * 0.3
+    return torch.exp(s - s.exp().sum(-2, keepdim=True).log()) @ v
+
+
+def logarithm_to_the_base_of_two(q, k, v):
+    s = q @ k.mT * 0.3
+    return torch.exp(s - s.exp().sum(-1, keepdim=True).log2()) @ v
+
+
+def part_of_a_sum_detached(q, k, v):
+    s = q @ k.mT * 0.3
+    return (sm(s) + (sm(2 * s) - sm(3 * s)).detach() + sm(4 * s)) @ v
+
+
+def part_of_a_sum_used_again(q, k, v):
+    s = q @ k.mT * 0.3
+    inner = sm(s) + sm(2 * s)
+    return (inner - sm(3 * s)) @ v + inner.sum()
+
+
+def sum_times_itself(q, k, v):
+    s = q @ k.mT * 0.3
+    total = sm(s) + sm(2 * s)
+    return (total * total + sm(3 * s)) @ v
+
+
+def number_over_a_sum(q, k, v):
+    s = q @ k.mT * 0.3
+    return (0.1 / (sm(s) + sm(2 * s)) + sm(3 * s)) @ v
+
+
+def einsum_over_the_queries(q, k, v):
+    e = ex(q, k)[:, :, :, :M]
+    return (e @ v[:, :, :M]) / torch.einsum("bhmn->bhn", e)[..., None]
+
+
+def zero_added_in_place_and_written(q, k, v):
+    s = q @ k.mT
+    t = s + 0.0
+    t.mul_(2)
+    return sm(t) @ v + sm(s + 0.0) @ v
+
+
+def mean_beside_a_mask(q, k, v):
+    s = q @ k.mT * 0.3
+    masked = some_rows_filled(q, k, -INF)
+    return sm(masked - s.mean(-1, keepdim=True)).nan_to_num() @ v + sm(s - masked.mean(-1, keepdim=True)).nan_to_num() @ v
+
+
+HELPERS = (sm, ex, some_rows_filled, stable, shifted, of_exponentials, sums)
 FUNCTIONS = [f for f in list(globals().values()) if getattr(f, "__module__", "") == __name__ and f not in HELPERS]
 
 
@@ -475,6 +624,10 @@ def results(f, args):
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("f", FUNCTIONS, ids=lambda f: f.__name__)
 def test_equals_eager(f, dynamic):
+    equals_eager(f, dynamic)
+
+
+def equals_eager(f, dynamic):
     torch.manual_seed(0)
     args = [torch.randn(B, H, n, D, requires_grad=True) for n in (M, N, N)]
     wanted = results(f, args)
@@ -482,6 +635,12 @@ def test_equals_eager(f, dynamic):
     for a, b in zip(got, wanted, strict=True):
         a, b = (torch.zeros(()) if t is None else t for t in (a, b))
         torch.testing.assert_close(a.expand_as(b), b, rtol=2e-4, atol=2e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_rows_without_a_key(name, fill):
+    equals_eager(lambda q, k, v: SPELLINGS[name](some_rows_filled(q, k, fill)) @ v, None)
 
 
 @pytest.mark.parametrize("batch", [(B, H), (B,), ()], ids=["heads", "batch", "matrix"])

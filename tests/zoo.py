@@ -1029,6 +1029,51 @@ def sum_clamped(q, k, v):
     return (e / e.sum(-1, keepdim=True).clamp_min(1e-9)) @ v
 
 
+@row(*qkv(), program=PLAIN)
+def maximum_of_the_sum_and_a_constant(q, k, v):
+    s = q @ k.mT * 0.25
+    e = torch.exp(s - s.amax(-1, keepdim=True))
+    return (e / torch.maximum(e.sum(-1, keepdim=True), torch.tensor(1e-6))) @ v
+
+
+@row(*qkv(), program=PLAIN)
+def an_epsilon_of_zero(q, k, v):
+    s = q @ k.mT * 0.25
+    e = torch.exp(s - s.amax(-1, keepdim=True))
+    return (e / (e.sum(-1, keepdim=True) + 0.0)) @ v
+
+
+@row(*qkv(), program="score = score * 0.25; sink = -13.815510560489031")
+def exp_over_its_sum_and_a_constant(q, k, v):
+    e = (q @ k.mT * 0.25).exp()
+    return (e / (e.sum(-1, keepdim=True) + torch.tensor(1e-6))) @ v
+
+
+@row(*qkv(), program=PLAIN)
+def divided_by_an_einsum(q, k, v):
+    e = (q @ k.mT * 0.25).exp()
+    return (e @ v) / torch.einsum("bhmn->bhm", e)[..., None]
+
+
+@left(*qkv(), reason="exponentials")
+def divided_by_a_product_with_ones(q, k, v):
+    e = (q @ k.mT * 0.25).exp()
+    return (e @ v) / (e @ v.new_ones(k.size(2), 1))
+
+
+@left(*qkv(), reason="exponentials")
+def divided_by_a_column_of_the_product(q, k, v):
+    e = (q @ k.mT * 0.25).exp()
+    out = e @ F.pad(v, (0, 1), value=1.0)
+    return out[..., :-1] / out[..., -1:]
+
+
+@left(*qkv(), reason="exponentials")
+def divided_by_their_mean(q, k, v):
+    e = (q @ k.mT * 0.25).exp()
+    return (e / e.mean(-1, keepdim=True) / k.size(2)) @ v
+
+
 @left(*qkv(), reason="exponentials")
 def shifted_by_the_maximum_and_epsilon(q, k, v):
     s = q @ k.mT * 0.25
@@ -1058,10 +1103,43 @@ def exp_of_difference_with_logsumexp_of_filled_scores(q, k, v, keep):
     return (s - s.logsumexp(-1, keepdim=True)).exp() @ v
 
 
-@row(*qkv(), KEEP, verdict="leave", sites=0)
+@left(*qkv(), KEEP, reason="exponentials")
 def exp_of_difference_with_logsumexp_of_huge_fills(q, k, v, keep):
     s = (q @ k.mT).masked_fill(~keep, -1e30)  # a row without keys has weights of 1: log(n) is lost beside -1e30
     return (s - s.logsumexp(-1, keepdim=True)).exp() @ v
+
+
+@row(*qkv(), program=PLAIN)
+def exp_of_difference_with_the_logarithm_of_the_sum(q, k, v):
+    s = q @ k.mT * 0.25
+    return torch.exp(s - s.exp().sum(-1, keepdim=True).log()) @ v
+
+
+@row(*qkv(), T((B, 1, M, N), "some"), program="score = score * 0.25; keep = c0[b, 0, q_idx, kv_idx]")
+def exp_of_difference_with_a_stable_logarithm_of_the_sum(q, k, v, keep):
+    s = (q @ k.mT * 0.25).masked_fill(~keep, -INF)
+    m = s.amax(-1, keepdim=True)
+    return torch.exp(s - (m + (s - m).exp().sum(-1, keepdim=True).log())) @ v
+
+
+@row(*qkv(), KEEP, program="score = where(c0[b, 0, 0, kv_idx], -1.0000000150474662e+30, score)")
+def shifted_scores_less_the_logarithm_of_their_sum(q, k, v, keep):
+    s = (q @ k.mT).masked_fill(~keep, -1e30)
+    s = s - s.amax(-1, keepdim=True)
+    return torch.exp(s - s.exp().sum(-1, keepdim=True).log()) @ v
+
+
+@left(*qkv(), KEEP, reason="exponentials")
+def stable_logarithm_of_huge_fills(q, k, v, keep):
+    s = (q @ k.mT).masked_fill(~keep, -1e30)  # log(n) is lost beside -1e30
+    m = s.amax(-1, keepdim=True)
+    return torch.exp(s - (m + (s - m).exp().sum(-1, keepdim=True).log())) @ v
+
+
+@left(*qkv(), KEEP, reason="score-not-pointwise")
+def logarithm_of_the_sum_of_fills(q, k, v, keep):
+    s = (q @ k.mT).masked_fill(~keep, -1e4)  # a row of fills is exp(inf)
+    return torch.exp(s - s.exp().sum(-1, keepdim=True).log()) @ v
 
 
 @row(*qkv(), program="score = score * 0.25; sink = 0.0")
@@ -1170,6 +1248,18 @@ def shift_between_two_scales(q, k, v):
     return ((s - s.amax(-1, keepdim=True)) * 32.0).softmax(-1) @ v
 
 
+@row(*qkv(), program=PLAIN)
+def shifted_by_the_mean(q, k, v):
+    s = q @ k.mT * 0.25
+    return (s - s.mean(-1, keepdim=True)).softmax(-1) @ v
+
+
+@left(*qkv(), KEEP, reason="score-not-pointwise")
+def shifted_by_the_mean_of_filled_scores(q, k, v, keep):
+    s = (q @ k.mT * 0.25).masked_fill(~keep, -1e9)
+    return (s - s.mean(-1, keepdim=True)).softmax(-1) @ v
+
+
 @row(*qkv(), T((B, 1, 1, N), "keep"), program="score = score * 0.25; keep = ~c0[b, 0, 0, kv_idx]; empty = 0.0")
 def nan_to_num_of_weights(q, k, v, keep):
     return (q @ k.mT * 0.25).masked_fill(~keep, -INF).softmax(-1).nan_to_num() @ v
@@ -1179,6 +1269,24 @@ def nan_to_num_of_weights(q, k, v, keep):
 def isnan_of_weights_filled(q, k, v, keep):
     w = (q @ k.mT * 0.25).masked_fill(~keep, -INF).softmax(-1)
     return w.masked_fill(w.isnan(), 0.0) @ v
+
+
+@row(*qkv(), T((B, 1, M, N), "some"), program="score = score * 0.25; keep = c0[b, 0, q_idx, kv_idx]; empty = 0.0")
+def weights_unlike_themselves_filled(q, k, v, keep):
+    w = (q @ k.mT * 0.25).masked_fill(~keep, -INF).softmax(-1)
+    return w.masked_fill(w != w, 0.0) @ v
+
+
+@row(*qkv(), T((B, 1, M, N), "some"), program="score = score * 0.25; keep = c0[b, 0, q_idx, kv_idx]; empty = 0.0")
+def weights_kept_where_equal_to_themselves(q, k, v, keep):
+    w = (q @ k.mT * 0.25).masked_fill(~keep, -INF).softmax(-1)
+    return torch.where(w == w, w, 0.0) @ v
+
+
+@row(*qkv(), T((B, 1, M, N), "some"), program="score = score * 0.25; keep = c0[b, 0, q_idx, kv_idx]; empty = 0.0")
+def rows_with_any_nan_filled(q, k, v, keep):
+    w = (q @ k.mT * 0.25).masked_fill(~keep, -INF).softmax(-1)
+    return torch.where(w.isnan().any(-1, keepdim=True), 0.0, w) @ v
 
 
 @row(
@@ -1200,6 +1308,30 @@ def weights_zeroed_by_another_mask(q, k, v, keep, other):
 def difference_of_two(q, k, v, balance):
     first, second = (q @ k.mT * 0.25).softmax(-1), (q @ k.flip(2).mT * 0.25).softmax(-1)
     return (first - balance * second) @ v
+
+
+@row(*qkv(), program=(PLAIN, "score = score * 0.5", "score = score * 0.75"), sites=3)
+def sum_of_three(q, k, v):
+    s = q @ k.mT * 0.25
+    return (s.softmax(-1) + (2 * s).softmax(-1) + (3 * s).softmax(-1)) @ v
+
+
+@row(
+    *qkv(), T((H, 1, 1)), sites=4,
+    program=(
+        "weight = c0[h, 0, 0] * 0.5", "score = score * 2.0; weight = c0[h, 0, 0] * 0.5",
+        "score = score * 3.0; weight = 1.0 / 3.0", "score = score * 4.0",
+    ),
+)  # fmt: skip
+def difference_of_scaled_sums(q, k, v, balance):
+    s = q @ k.mT
+    inner = 0.5 * (s.softmax(-1) - (2 * s).softmax(-1))
+    return (inner * balance - ((3 * s).softmax(-1) / 3 + (4 * s).softmax(-1))) @ v
+
+
+@row(*qkv(), program=tuple(f"score = score * {s}; weight = 1.0 / 3.0" for s in (0.25, 0.5, 0.75)), sites=3)
+def mean_of_three_by_the_sum_of_python(q, k, v):
+    return (sum((q @ k.mT * scale).softmax(-1) for scale in (0.25, 0.5, 0.75)) / 3) @ v
 
 
 # *** rows without a key ***
@@ -1544,6 +1676,12 @@ def scores_of_a_layer_norm(q, k, v):
 
 
 # *** regions ***
+
+
+@left(*qkv(), reason="transformed")
+def under_vmap(q, k, v):
+    return torch.vmap(lambda q, k, v: (q @ k.mT * 0.25).softmax(-1) @ v)(q, k, v)
+
 
 
 @row(*floats((B, 6, M, D), (B, 2, N, D), (B, 2, N, D)), program=PLAIN, lossy=torch.bfloat16)

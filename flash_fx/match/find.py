@@ -17,7 +17,7 @@ from . import aten as table
 from .join import join_products
 from .lift import lift_site
 from .near import hides_softmax, names_softmax, unseen
-from .normalize import Twin, closure, resembles_softmax, target_name
+from .normalize import Twin, closure, is_product, resembles_softmax, target_name
 from .shapes import UnknownSizeError
 from .site import Site
 from .softmax import canonicalise, quotient
@@ -87,7 +87,8 @@ def has_softmax(graph: Any) -> bool:
         return True
     if any(hides_softmax(n) for n in graph.nodes):
         return True
-    by_hand = any(n.split(".")[0] in ("sum", "logsumexp", "log_softmax", "normalize") for n in names)
+    by_hand = any(n.split(".")[0] in ("sum", "einsum", "logsumexp", "log_softmax", "normalize") for n in names)
+    by_hand = by_hand or sum(map(is_product, graph.nodes)) > 1  # one with ones is a sum
     exponential = by_hand and any(resembles_softmax(n) for n in graph.nodes)
     return exponential or any(_has_softmax_module(n) for n in graph.nodes if n.op == "call_module")
 
@@ -163,6 +164,7 @@ def _near_miss(anchor: Node, live: set[Node]) -> Found | None:
 
 
 _TOTALS = frozenset({"sum", "mean", "linalg_vector_norm"})
+_LINEAR = table.VIEWS | table.CASTS | {"add", "sub", "mul", "div", "clamp", "clamp_min", "maximum"}
 
 
 def _exponentials(live: set[Node], nodes: Iterable[Node], reported: set[Node]) -> list[Found]:
@@ -176,7 +178,8 @@ def _exponentials(live: set[Node], nodes: Iterable[Node], reported: set[Node]) -
         if after is None or before is None or any(n.target in table.SOFTMAX for n in before + after):
             continue
         product = after[-1]
-        if product not in reported and any(_divides_by_total(n, e) for n in after[:-1] + _views_of(product)):
+        divided = _subtracts_logarithm(e) or any(_divides_by_total(n, e) for n in after[:-1] + _views_of(product))
+        if product not in reported and divided:
             verdict = Reject(Reason.EXPONENTIALS, e)
             found.setdefault(product, Found(e, product, verdict))
     return list(found.values())
@@ -191,10 +194,24 @@ def _views_of(product: Node) -> list[Node]:
 
 
 def _divides_by_total(node: Node, exponential: Node) -> bool:
-    """Is it a quotient with a sum over these exponentials in its denominator?"""
+    """Is it a quotient with a sum over these exponentials in its denominator, or a product, as with ones?"""
     parts = quotient(node)
-    totals = [] if parts is None else [n for n in closure([parts[1]]) if table.name_of(n) in _TOTALS]
-    return any(exponential in closure([n]) for n in totals)
+    if parts is None:
+        return False
+    totals = [n for n in closure([parts[1]]) if table.name_of(n) in _TOTALS]
+    products = [a for n in _linear_in([parts[1]]) if n.target is table.BMM for a in n.all_input_nodes]
+    return exponential in _linear_in(products) or any(exponential in closure([n]) for n in totals)
+
+
+def _subtracts_logarithm(exponential: Node) -> bool:
+    """Is it exp(x - log(sum(..))), the quotient written in the exponent?"""
+    logarithms = [n for n in _linear_in(exponential.all_input_nodes) if table.name_of(n) in ("log", "logsumexp", "logaddexp")]
+    return any(table.name_of(n) in _TOTALS | {"logsumexp"} for n in closure(logarithms))
+
+
+def _linear_in(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes and what they are sums and multiples of."""
+    return closure(nodes, lambda n: n.all_input_nodes if table.name_of(n) in _LINEAR else ())
 
 
 def _path_to_product(start: Node, following: Callable[[Node], Iterable[Node]]) -> list[Node] | None:

@@ -223,8 +223,9 @@ def _build(twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: in
     if _multiplies_infinity(score, puller.captures):
         raise Reject(Reason.SCORE, anchor, "an infinity is multiplied, and 0 times infinity is NaN")
     score, keep = _fills(score, UNDERFLOW if "raw" in anchor.meta else -math.inf)
-    if "raw" in anchor.meta and _may_underflow(score, puller.captures):
-        raise Reject(Reason.SCORE, anchor, "a row of large negative scores is 0 / 0, because no maximum is subtracted")
+    if ("raw" in anchor.meta or "logged" in anchor.meta) and _may_underflow(score, puller.captures):
+        row = "0 / 0" if "raw" in anchor.meta else "exp(inf)"
+        raise Reject(Reason.SCORE, anchor, f"a row of large negative scores is {row}, because no maximum is subtracted")
     guards = Guards(puller, keep)
     weight, drop = _split_weight(lifted.weight, guards, anchor)
     empty = lifted.empty

@@ -24,6 +24,7 @@ import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Interpreter, Node
 
 from .. import compat
+from ..reject import Reason, Reject
 from . import aten as table
 
 _LEAVES = frozenset({
@@ -200,6 +201,13 @@ def numbers_in(nodes: Iterable[Node]) -> list[int | float]:
     return [a for n in found for a in n.args if isinstance(a, (int, float))]
 
 
+def constant_of_trace(graph: torch.fx.Graph, node: Node) -> int | float | None:
+    """The number that a tensor made from one holds: `torch.tensor(1e-6)` is an attribute of the twin."""
+    held: Any = getattr(graph.owning_module, str(node.target), None) if node.op == "get_attr" else None
+    value: Any = held if getattr(held, "constant", None) is None else held.constant
+    return value.item() if type(value) is torch.Tensor and value.numel() == 1 else None
+
+
 def _is_impure(n: Node) -> bool:
     """May running this node matter though nobody reads its result?"""
     if n.op == "call_function" and isinstance(n.target, torch._ops.OpOverload):
@@ -216,27 +224,32 @@ def resembles_softmax(n: Node) -> bool:
     """A softmax, or an exponential that may be part of one."""
     target = target_name(n)
     by_name = "softmax" in target or "softmin" in target or target == "multi_head_attention_forward"
-    return by_name or target.split(".")[0] in ("exp", "exp_", "exp2", "exp2_")
+    return by_name or _is_exponential(n)
+
+
+def _is_exponential(n: Node) -> bool:
+    return target_name(n).split(".")[0] in ("exp", "exp_", "exp2", "exp2_")
 
 
 def _relevant(graph: torch.fx.Graph) -> set[Node]:
     """Nodes that an attention can be made of; the rest of the graph becomes leaves, which cost nothing to trace.
 
-    From every softmax forward to the next matrix products, then from those (and from every in-place write, whose effect
-    must be seen) backward to the nearest leaves.
+    From every softmax forward to the next matrix products, from an exponential past one, as its quotient may come after
+    it; then from those (and from every in-place write, whose effect must be seen) backward to the nearest leaves.
     """
-    stack = [n for n in graph.nodes if resembles_softmax(n)]
+    stack = [(n, int(_is_exponential(n))) for n in graph.nodes if resembles_softmax(n)]
     seeds = {n for n in graph.nodes if may_mutate(n)}
-    followed: set[Node] = set()
+    followed: dict[Node, int] = {}  # node -> how many products may still be passed
     while stack:
-        node = stack.pop()
-        if node not in followed:
-            followed.add(node)
+        node, passes = stack.pop()
+        if passes > followed.get(node, -1):
+            followed[node] = passes
             seeds.add(node)
-            if not _is_leaf(node) and not is_product(node):
-                stack.extend(node.users)
+            passes -= is_product(node)
+            if not _is_leaf(node) and passes >= 0:
+                stack.extend((u, passes) for u in node.users)
                 if may_mutate(node):  # what it wrote into is read under its old name
-                    stack.extend(u for source in node.all_input_nodes for u in source.users)
+                    stack.extend((u, passes) for source in node.all_input_nodes for u in source.users)
     return closure(seeds, lambda n: () if _is_leaf(n) else n.all_input_nodes)
 
 
@@ -244,8 +257,10 @@ _PRODUCTS = ("matmul", "bmm", "einsum", ".mm", "dot", "mv")
 
 
 def is_product(n: Node) -> bool:
-    """A matrix product by its name; a layer is none."""
+    """A matrix product by its name; a layer is none, nor is an einsum of one operand."""
     if n.op not in ("call_function", "call_method"):
+        return False
+    if n.args and isinstance(n.args[0], str) and "," not in n.args[0]:
         return False
     return (n.target in _MATRIX and not _is_layer(n)) or any(word in str(n.target) for word in _PRODUCTS)
 
@@ -267,15 +282,20 @@ def _is_layer(n: Node) -> bool:
     return exported or isinstance(example_value(matrix), torch.nn.Parameter)
 
 
+def _is_transform(n: Node) -> bool:
+    """Does the node begin, end or serve a transform of torch.func? Tensors in between hide a dimension, or a gradient."""
+    return n.op == "call_function" and str(getattr(n.target, "__module__", "")).startswith("torch._functorch")
+
+
 class UntraceableError(ValueError):
     """The graph does something that its twin would not show."""
 
 
 def _refuse_what_hides_writes(gm: GraphModule) -> None:
-    """Raise UntraceableError for function transforms, writes inside higher-order ops, and writes to inputs that overlap."""
+    """Raise for function transforms, writes inside higher-order ops, and writes to inputs that overlap."""
     for n in gm.graph.nodes:
-        if n.op == "call_function" and str(getattr(n.target, "__module__", "")).startswith("torch._functorch"):
-            raise UntraceableError("the graph runs inside torch.func transforms")
+        if _is_transform(n):
+            raise Reject(Reason.TRANSFORMED, n)
         if n.op == "call_function" and isinstance(n.target, torch._ops.HigherOrderOperator):
             bodies = [a for a in n.all_input_nodes if a.op == "get_attr"]
             if getattr(n.target, "__name__", "") == "autograd_function_apply":

@@ -24,7 +24,7 @@ from . import aten as table
 from . import index as ix
 from .additions import Additions
 from .lookup import look_up
-from .normalize import Twin, leaf_value
+from .normalize import Twin, constant_of_trace, leaf_value
 from .shapes import Shapes
 
 I, M, N, D = (name(n) for n in ("$i", "$m", "$n", "$d"))  # noqa: E741  product coordinates: folded batch, query, key, head_dim
@@ -316,11 +316,8 @@ class Puller:
 
     def _constant_attribute(self, node: Node) -> Expr | None:
         """A 0-d tensor constant of the trace."""
-        value = getattr(self.twin.graph.owning_module, str(node.target), None)
-        value = getattr(value, "constant", None) if getattr(value, "constant", None) is not None else value
-        if not isinstance(value, torch.Tensor) or value.numel() != 1 or type(value) is not torch.Tensor:
-            return None
-        return const(value.item())
+        number = constant_of_trace(self.twin.graph, node)
+        return None if number is None else const(number)
 
     # *** values ***
 

@@ -5,13 +5,13 @@ Works on the twin alone, before anything is searched for. Recognised, for a row-
     exp(x - c) / (sum(exp(x - c)) + exp(y - c))     softmax with one more term y in the denominator (a sink)
     exp(x) / (sum(exp(x)) + 1e-6)                   the same with y = log(1e-6)
     (exp(x - c) @ v) / sum(exp(x - c))              divided after the value product
-    exp(log_softmax(x)), exp(x - logsumexp(x))
+    exp(log_softmax(x)), exp(x - logsumexp(x)), exp(x - (c + log(sum(exp(x - c)))))
     exp(x - logaddexp(logsumexp(x), y))             a sink again
     softmax(cat([x, y]))[..., :-1]                  a sink as an extra column, last or first, also by padding
-    softmax((x - max(x)) * alpha)                   a shift by hand, which changes nothing
-    nan_to_num(softmax(x)), where(isnan(w), 0, w)   rows without a key give 0
+    softmax((x - max(x)) * alpha)                   a shift by hand, which changes nothing; a mean where nothing masks x
+    nan_to_num(softmax(x)), where(isnan(w), 0, w)   rows without a key give 0; isnan is also w != w, and any of its row
     where((x == -inf).all(), 0, softmax(x))         the same
-    (a - b) @ v                                     a @ v - b @ v, where a and b are weights
+    (a - c * (b + d)) @ v                           a @ v - (c * b) @ v - (c * d) @ v, where a, b and d are weights
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,20 +28,20 @@ from torch.fx import Node
 from ..score.expr import Expr, name
 from . import aten as table
 from . import index as ix
-from .normalize import Twin, closure, example_value, numbers_in
+from .normalize import Twin, closure, constant_of_trace, example_value, numbers_in
 from .pull import Index, Puller
 from .shapes import Shapes
 
 aten = torch.ops.aten
 _PATH = (table.VIEWS | table.CASTS) - {"split", "split_with_sizes", "unbind", "chunk", "repeat"}
-_SAME_VALUE = frozenset({"alias", "clone", "contiguous", "lift_fresh", "_to_copy", "detach"})
+_SAME_VALUE = frozenset({"alias", "clone", "contiguous", "lift_fresh", "lift_fresh_copy", "_to_copy", "detach"})
 
 
 def canonicalise(twin: Twin) -> None:
     """Replace every recognised spelling in the twin; `twin.sinks` gets the extra terms of denominators."""
     for node in twin.stops & _before_gradients(twin):
         node.meta["stop"] = True
-    rules = (_copies, _dropouts, _quotients, _logarithms, _columns, _shifts, _guards)
+    rules = (_constants, _copies, _zeros, _dropouts, _quotients, _logarithms, _columns, _shifts, _guards)
     for rule in rules:
         rule(twin)
     _split_sums_of_weights(twin)
@@ -67,9 +67,20 @@ def peel(node: Any) -> Any:
 
     Stops where eager stops the gradient: a part that is detached is no part of a softmax.
     """
-    while _is(node, *_SAME_VALUE) and not _is_integer_cast(node):
+    while _is(node, *_SAME_VALUE, *_IN_PLACE) and not _is_integer_cast(node) and not _moves(node):
         node = node.args[0]
     return node
+
+
+# Views that einsum and broadcasting leave behind where there is nothing to do.
+_IN_PLACE = ("permute", "expand", "view")
+
+
+def _moves(node: Node) -> bool:
+    """Is it a view by which values come to stand elsewhere?"""
+    if table.name_of(node) == "permute":
+        return list(node.args[1]) != list(range(_rank(node)))  # type: ignore[arg-type]
+    return table.name_of(node) in _IN_PLACE and not _same_shape(node, node.args[0])  # type: ignore[arg-type]
 
 
 def _is(node: Any, *names: str) -> bool:
@@ -178,6 +189,40 @@ def _softmax_for(
     return _insert(twin, old, aten._to_copy.default, new, dtype=dtype, val=x.meta["val"].to(dtype), like=old)
 
 
+# *** numbers ***
+
+
+def _constants(twin: Twin) -> None:
+    """`torch.tensor(1e-6)`, which the trace keeps as an attribute, becomes a tensor filled with the number."""
+    for node in list(twin.graph.nodes):
+        number = constant_of_trace(twin.graph, node)
+        if number is not None:
+            val = node.meta["val"]
+            new = _insert(
+                twin, node, aten.full.default, list(val.shape), number, dtype=val.dtype, device=val.device, val=val, like=node
+            )
+            _take_place(twin, node, new)
+
+
+def _zeros(twin: Twin) -> None:
+    """`x + 0` is x: the `sum` of Python begins so, and an epsilon may be switched off."""
+    for node in list(twin.graph.nodes):
+        x = _less_zero(node)
+        same = x is not None and _same_shape(x, node) and x.meta["val"].dtype == node.meta["val"].dtype
+        if x is not None and same and node not in twin.stops:
+            _take_place(twin, node, x)
+
+
+def _less_zero(node: Node) -> Node | None:
+    """x of x + 0, 0 + x or x - 0"""
+    if table.name_of(node) not in ("add", "sub") or node.kwargs:
+        return None
+    x, y = node.args
+    if isinstance(x, Node) and _is_zero(y):
+        return x
+    return y if isinstance(y, Node) and _is_zero(x) and table.name_of(node) == "add" else None
+
+
 # *** what in-place operations leave behind ***
 
 
@@ -246,6 +291,7 @@ class _Row:
     """exp(z) over its sum: the exponential, the score x with no shift, the sink, the dimension.
 
     Traits: `raw`, z has not its maximum subtracted, so that a row of large negative scores is 0 / 0 (`lift.UNDERFLOW`);
+    `logged`, the same under a logarithm, by which such a row is exp(inf);
     `unsaved`, a row of -inf less its maximum is NaN in spite of the sink.
     """
 
@@ -258,7 +304,7 @@ class _Row:
 
 def _traits(softmax: Node) -> list[str]:
     """Those of `_Row` that the node has."""
-    return [trait for trait in ("raw", "unsaved") if trait in softmax.meta]
+    return [trait for trait in ("raw", "logged", "unsaved") if trait in softmax.meta]
 
 
 def _quotients(twin: Twin) -> None:
@@ -395,15 +441,25 @@ def _terms(node: Any) -> Iterator[Any]:
 
 def _without_floor(denominator: Node, exponential: Node) -> Any:
     """max(sum, eps) is the sum where the greatest term is exp(0) = 1."""
-    node = _peel_broadcast(denominator)
-    if not _is(node, "clamp_min", "clamp") or len(node.args) + len(node.kwargs) != 2:
-        return denominator
-    floor = node.args[1] if len(node.args) > 1 else node.kwargs.get("min")
+    total, floor = _floored(denominator)
     z: Any = peel(exponential.args[0]) if _is(exponential, "exp") else None
-    if not isinstance(floor, (int, float)) or floor > 1 or not _is(z, "sub") or z.kwargs:
+    if floor is None or floor >= 1 or not _is(z, "sub") or z.kwargs:
         return denominator
     greatest = _reduction(_peel_item(z.args[1]), ("amax", "max"))
-    return node.args[0] if greatest is not None and peel(greatest[0]) is peel(z.args[0]) else denominator
+    return total if greatest is not None and peel(greatest[0]) is peel(z.args[0]) else denominator
+
+
+def _floored(node: Any) -> tuple[Any, float | None]:
+    """(x, number) of max(x, number); (the node, None) otherwise."""
+    inner = _peel_broadcast(node)
+    if _is(inner, "clamp_min", "clamp") and len(inner.args) + len(inner.kwargs) == 2:
+        floor = inner.args[1] if len(inner.args) > 1 else inner.kwargs.get("min")
+        return inner.args[0], _number(floor)
+    if _is(inner, "maximum"):
+        for x, floor in (inner.args, reversed(inner.args)):
+            if _number(floor) is not None and _same_shape(x, inner):
+                return x, _number(floor)
+    return node, None
 
 
 def _absolute_sum(node: Any) -> tuple[Node, int] | None:
@@ -465,9 +521,9 @@ def _depends_on_product(node: Node, limit: int = 1000) -> bool:
 
 def _sink(term: Any, z: Node, shift: Node | None, dim: int) -> Any:
     """The logit, relative to the unshifted score, of one more term of the denominator; None where it has none."""
-    value = peel(term)
-    if not isinstance(value, Node):
-        return math.log(value) if shift is None and isinstance(value, (int, float)) and value > 0 else None
+    value, number = peel(term), _number(term)
+    if number is not None:
+        return math.log(number) if shift is None and number > 0 else None
     if not _is_row_constant(value, z, dim) or not _is(value, "exp"):
         return None
     logit: Node = value.args[0]  # type: ignore[assignment]
@@ -555,10 +611,14 @@ def _walk_up(node: Any) -> tuple[Any, list[Node]]:
 def _repeat(twin: Twin, path: list[Node], start: Node, before: Node) -> Node:
     """The same views and casts of another node."""
     for step in path:
-        start = _insert(
-            twin, before, step.target, start, *step.args[1:], val=step.meta["val"], like=step, **step.kwargs
-        )
+        start = _once_more(twin, step, 0, start, before)
     return start
+
+
+def _once_more(twin: Twin, step: Node, position: int, new: Node, before: Node) -> Node:
+    """The same operation of another argument at the position."""
+    args = [*step.args[:position], new, *step.args[position + 1 :]]
+    return _insert(twin, before, step.target, *args, val=step.meta["val"], like=step, **step.kwargs)
 
 
 # *** logarithms ***
@@ -573,11 +633,15 @@ def _logarithms(twin: Twin) -> None:
             x, dim = inner.args[0], int(inner.args[1]) % _rank(node)  # type: ignore[arg-type]
             _take_place(twin, node, _softmax_for(twin, node, x, dim), (inner,))  # type: ignore[arg-type]
         elif _is(inner, "sub") and not inner.kwargs:
-            x = inner.args[0]
-            known = isinstance(x, Node) and _same_shape(x, node) and not _loses_logarithm(x)
-            found = _log_total(inner.args[1], x) if known else None  # type: ignore[arg-type]
+            x, total = inner.args
+            if not isinstance(x, Node) or not _same_shape(x, node):
+                continue
+            found = None if _loses_logarithm(x) else _log_total(total, x)
             if found is not None:
-                _take_place(twin, node, _softmax_for(twin, node, x, *found), (inner,))  # type: ignore[arg-type]
+                _take_place(twin, node, _softmax_for(twin, node, x, *found), (inner,))
+            elif (row := _less_logarithm(twin, x, total, node)) is not None:
+                new = _softmax_for(twin, node, row.x, row.dim, row.sink, traits=row.traits)
+                _take_place(twin, node, new, (inner,))
 
 
 def _log_total(total: Any, x: Node) -> tuple[int, Any] | None:
@@ -597,6 +661,37 @@ def _log_total(total: Any, x: Node) -> tuple[int, Any] | None:
         if found is not None and found[1] is None and _is_row_constant(sink, x, found[0]):
             return found[0], sink
     return None
+
+
+def _less_logarithm(twin: Twin, z: Node, total: Any, before: Node) -> _Row | None:
+    """exp(z - log(d)) is exp(z) / d, and exp(z - (c + log(d))) is exp(z - c) / d."""
+    terms = list(_terms(_peel_broadcast(total)))
+    logarithms = [t for t in map(_peel_broadcast, terms) if _is(t, "log")]
+    if len(logarithms) != 1 or len(terms) > 2:
+        return None
+    shifts = [t for t in terms if _peel_broadcast(t) is not logarithms[0]]
+    if shifts and _loses_logarithm(z):
+        return None
+    denominator: Node = logarithms[0].args[0]
+    summed = [peel(r[0]) for t in _terms(_floored(denominator)[0]) if (r := _reduction(t, ("sum",)))]
+    exponential = next((e for e in summed if _is(e, "exp") and _is_shifted(e.args[0], z, shifts)), None)
+    row = None if exponential is None else _normalised(twin, exponential, denominator, before)
+    if row is None or not _same_shape(row.exponential, before) or (shifts and "raw" in row.traits):
+        return None
+    return replace(row, traits=tuple("logged" if trait == "raw" else trait for trait in row.traits))
+
+
+def _is_shifted(exponent: Any, z: Node, shifts: list[Any]) -> bool:
+    """Is the exponent z less the shift, or z itself where there is none?"""
+    if not shifts:
+        return _is_same_value(exponent, z)
+    inner = peel(exponent)
+    return (
+        _is(inner, "sub")
+        and not inner.kwargs
+        and _is_same_value(inner.args[0], z)
+        and _is_same_value(_peel_broadcast(inner.args[1]), _peel_broadcast(shifts[0]))
+    )
 
 
 def _loses_logarithm(x: Node) -> bool:
@@ -708,7 +803,7 @@ def _without_shift(twin: Twin, z: Any, dim: int, before: Node) -> Node | None:
     if not isinstance(z, Node) or not z.args or _rank(z) != _rank(before):
         return None
     x, shift = _split_shift(z, dim) if table.name_of(z) == "sub" else (z, None)
-    if shift is not None:
+    if shift is not None or (x := _less_finite_shift(z, dim)) is not None:  # type: ignore[assignment]
         return x
     if (turned := _subtracted_from_shift(z, dim)) is not None:
         return _insert(twin, before, aten.neg.default, turned, val=z.meta["val"], like=z)
@@ -723,6 +818,42 @@ def _without_shift(twin: Twin, z: Any, dim: int, before: Node) -> Node | None:
                 twin.stops.add(new)
             return new
     return None
+
+
+def _less_finite_shift(z: Node, dim: int) -> Node | None:
+    """x of x - c where c is a mean, say, of scores that nothing masks: constant along the row, and certainly finite.
+
+    Nor may x be masked before: the gradient of a row without a key is NaN in x, and reaches all of its scores by c.
+    """
+    if not _is(z, "sub") or z.kwargs or not all(isinstance(a, Node) for a in z.args):
+        return None
+    x, c = z.args
+    harmless = _is_row_constant(c, x, dim) and _depends_on_product(c) and _is_unmasked(z)  # type: ignore[arg-type]
+    return x if harmless and _same_shape(x, z) else None  # type: ignore[arg-type, return-value]
+
+
+_FINITE_OF_ONE = table.VIEWS | table.CASTS | {"neg", "mean", "sum", "amin", "amax"}
+
+
+def _is_unmasked(node: Node) -> bool:
+    """Is the value made of matrix products and moderate numbers alone, by what leaves them finite?"""
+
+    def values(n: Node) -> list[Node]:
+        read = () if n.target is table.BMM else n.all_input_nodes
+        return [a for a in read if isinstance(a.meta.get("val"), torch.Tensor)]  # no run-time sizes
+
+    made = closure([node], values)
+    return all(n.target is table.BMM or _keeps_finite(n) for n in made)
+
+
+def _keeps_finite(node: Node) -> bool:
+    operation = table.name_of(node)
+    if operation in _FINITE_OF_ONE:
+        return True
+    if operation not in ("add", "sub", "mul", "div") or node.kwargs:
+        return False
+    moderate = all(1e-3 <= abs(a) <= 1e3 for a in node.args if isinstance(a, (int, float)))
+    return moderate and not (operation == "div" and isinstance(node.args[1], Node))
 
 
 def _subtracted_from_shift(z: Node, dim: int) -> Node | None:
@@ -781,13 +912,35 @@ def _guarded(node: Node) -> Any:
     if found is None:
         return None
     value, condition, marks_zeros = found
-    test, marks_zeros = _without_not(condition, marks_zeros)
-    if marks_zeros and table.name_of(test) == "isnan" and peel(test.args[0]) is peel(value):
-        return value
     softmax = peel(value)
-    if isinstance(softmax, Node) and softmax.target in table.SOFTMAX:
-        emptiness = _is_empty_row(test, softmax.args[0], int(softmax.args[1]) % max(_rank(softmax), 1))  # type: ignore[arg-type]
-        return value if emptiness is marks_zeros else None
+    if not isinstance(softmax, Node) or softmax.target not in table.SOFTMAX:
+        return None
+    test, marks_zeros = _without_not(condition, marks_zeros)
+    dim = int(softmax.args[1]) % max(_rank(softmax), 1)  # type: ignore[arg-type]
+    found_empty = (_is_row_of_nan(test, softmax, dim), _is_empty_row(test, softmax.args[0], dim))
+    return value if marks_zeros in found_empty else None
+
+
+def _is_row_of_nan(test: Node, softmax: Node, dim: int) -> bool | None:
+    """True where the test says that a weight is NaN, False where it says the opposite, None where it is no such test.
+
+    All weights of a row are NaN or none, so that any and all of them say the same.
+    """
+    holds, row = True, _reduction(test, ("any", "all"))
+    if row is not None and row[1] == dim:
+        test, holds = _without_not(row[0], True)
+    compared = _compared_with_itself(test)
+    same = compared is not None and peel(compared[0]) is softmax
+    return compared[1] is holds if same and compared is not None else None
+
+
+def _compared_with_itself(test: Node) -> tuple[Any, bool] | None:
+    """(x, True) where the test holds where x is NaN: isnan(x) or x != x; (x, False) where the opposite does."""
+    operation = table.name_of(test)
+    if operation == "isnan":
+        return test.args[0], True
+    if operation in ("ne", "eq") and test.args[0] is test.args[1]:
+        return test.args[0], operation == "ne"
     return None
 
 
@@ -829,23 +982,51 @@ def _compared_with_minus_infinity(test: Node) -> tuple[Any, bool] | None:
 
 
 def _split_sums_of_weights(twin: Twin) -> None:
-    """(a - b) @ v with a softmax in each of a and b becomes a @ v - b @ v."""
+    """(a - c * (b + d)) @ v with a softmax in each of a, b and d becomes a @ v - (c * b) @ v - (c * d) @ v."""
     for product in [n for n in twin.graph.nodes if n.target is table.BMM]:
-        combined, views = _walk_up(product.args[0])
-        operation = table.name_of(combined) if isinstance(combined, Node) else ""
-        if operation not in ("add", "sub") or combined.kwargs or len(combined.users) != 1:
-            continue
-        if not all(isinstance(a, Node) and _is_weight(a) and _same_shape(a, combined) for a in combined.args):
-            continue
-        parts = []
-        for a in combined.args:
-            left = _repeat(twin, views, a, product)
-            parts.append(
-                _insert(twin, product, table.BMM, left, product.args[1], val=product.meta["val"], like=product)
-            )
-        new = _insert(twin, product, combined.target, *parts, val=product.meta["val"], like=product)
-        _take_place(twin, product, new, (combined,))
-        twin.sums.update(dict.fromkeys(parts, new))
+        if _sum_of_weights(product.args[0]) is not None:
+            parts: list[Node] = []
+            new = _multiplied(twin, product.args[0], [], product, parts)  # type: ignore[arg-type]
+            _take_place(twin, product, new)
+            twin.sums.update(dict.fromkeys(parts, new))
+
+
+_Step = tuple[Node, int]  # an operation that is linear in the argument at the position
+
+
+def _sum_of_weights(node: Any) -> tuple[Node, list[_Step]] | None:
+    """A sum or difference of weights, and the views, casts and factors that lead from it to the node."""
+    node, views = _walk_up(node)
+    path = [(step, 0) for step in views]
+    if _is(node, "add", "sub"):
+        summed = not node.kwargs and len(node.users) == 1 and all(_is_summand(a, node) for a in node.args)
+        return (node, path) if summed else None
+    if _is(node, "mul", "div", "neg") and not node.kwargs and len(node.users) == 1:
+        for position in range(2 if _is(node, "mul") else 1):
+            found = _sum_of_weights(node.args[position])
+            if found is not None:
+                return found[0], [*found[1], (node, position), *path]
+    return None
+
+
+def _is_summand(node: Any, total: Node) -> bool:
+    if not isinstance(node, Node) or not _same_shape(node, total):
+        return False
+    return _is_weight(node) or _sum_of_weights(node) is not None
+
+
+def _multiplied(twin: Twin, node: Node, path: list[_Step], product: Node, parts: list[Node]) -> Node:
+    """The product with what the path makes of the node, as a sum of products, which are added to `parts`."""
+    val = product.meta["val"]
+    found = _sum_of_weights(node)
+    if found is None:
+        for step, position in path:
+            node = _once_more(twin, step, position, node, product)
+        parts.append(_insert(twin, product, table.BMM, node, product.args[1], val=val, like=product))
+        return parts[-1]
+    total, steps = found
+    terms = [_multiplied(twin, a, [*steps, *path], product, parts) for a in total.args]  # type: ignore[arg-type]
+    return _insert(twin, product, total.target, *terms, val=val, like=product)
 
 
 def _is_weight(node: Node) -> bool:
