@@ -315,6 +315,22 @@ def pooled_by_a_learned_query(w, x):
     return ((x * w).sum(-1, keepdim=True).softmax(1) * x).sum(1)
 
 
+@row(*qkv(m=N), program=PLAIN)
+def result_summed_under_no_grad(q, k, v):
+    weighed = (q @ k.mT * 0.25).softmax(-1).detach().unsqueeze(-1) * v.unsqueeze(2)
+    with torch.no_grad():
+        seen = weighed.sum(3)
+    return v * seen + q
+
+
+@left(*qkv(), reason="gradient-stopped")
+def scores_summed_under_no_grad(q, k, v):
+    products = q.unsqueeze(3) * k.unsqueeze(2)
+    with torch.no_grad():
+        s = products.sum(-1)
+    return (s * v.mean()).softmax(-1) @ v
+
+
 @left(*floats((B, M, D), (B, M, N, D), (B, M, N, D)), reason="operand")
 def every_query_has_its_own_keys(q, k, v):
     w = ((q.unsqueeze(2) * k).sum(-1) * 0.25).softmax(-1)

@@ -70,18 +70,18 @@ def multiply_matrices(twin: Twin) -> None:
         s = _sum_of_products(s.node) or s  # what it was made of may have been replaced
         weighing = [n in weights for n in (s.left, s.right)]
         if s.node in scores or any(weighing):
-            _multiply(twin, _turned(s) if weighing == [False, True] else s, weighing.count(True))
+            _multiply(twin, _turned(s) if weighing == [False, True] else s, weighs=any(weighing))
 
 
-def _multiply(twin: Twin, s: _Sum, weighing: int) -> None:
-    """`weighing` counts the factors made of weights; one of them is on the left."""
+def _multiply(twin: Twin, s: _Sum, *, weighs: bool) -> None:
+    """`weighs`: the factor on the left is made of weights, so that a single row is one of theirs."""
     try:
         axes = _axes(twin, s)
-        if axes is not None and axes.row is not None and axes.column is None and not weighing:
+        if axes is not None and axes.row is not None and axes.column is None and not weighs:
             s, axes = _turned(s), _axes(twin, _turned(s))  # one query is a row
     except UnknownSizeError:
         return
-    if axes is None or axes.column is None or (axes.row is None and weighing > 1):
+    if axes is None or axes.column is None:
         return
     if axes.row is None and len(axes.shared) > 1:
         twin.rowwise.add(s.node)
