@@ -247,6 +247,111 @@ class PackedProjection(nn.Module):
         return self.out((weights @ v).transpose(1, 2).contiguous().view(b, m, e))
 
 
+# *** products written as a multiplication and a sum ***
+
+
+@row(*qkv(), program="score = score / 4.0")
+def multiplied_and_summed(q, k, v):
+    w = ((q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1) / 4).softmax(-1)
+    return (w.unsqueeze(-1) * v.unsqueeze(-3)).sum(-2)
+
+
+@row(*qkv(), program=PLAIN)
+def scores_multiplied_and_summed(q, k, v):
+    return (torch.sum(q[:, :, :, None] * k[:, :, None] * 0.25, dim=-1)).softmax(-1) @ v
+
+
+@row(*qkv(dv=8), KEEP, program=MASKED)
+def values_multiplied_and_summed(q, k, v, keep):
+    w = (q @ k.mT * 0.25).masked_fill(~keep, -INF).softmax(-1)
+    return torch.sum(v.unsqueeze(2) * w.unsqueeze(-1), dim=3, keepdim=True).squeeze(3)
+
+
+@row(*floats((B, M, H, D), (B, N, H, D), (B, N, H, D)), program=PLAIN)
+def heads_behind_the_summed_axis(q, k, v):
+    w = ((q.unsqueeze(2) * k.unsqueeze(1)).sum(-1) * 0.25).softmax(2)
+    return (w.unsqueeze(-1) * v.unsqueeze(1)).sum(2)
+
+
+@row(*floats((B, H, M, D), (B, N, D), (B, N, D)), program=PLAIN)
+def heads_share_what_is_summed(q, k, v):
+    w = ((q.unsqueeze(-2) * k[:, None, None]).sum(-1) * 0.25).softmax(-1)
+    return (w.unsqueeze(-1) * v[:, None, None]).sum(-2)
+
+
+@row(*qkv(), program=PLAIN)
+def expanded_before_they_are_summed(q, k, v):
+    q, k = q.unsqueeze(3).repeat(1, 1, 1, N, 1), k.unsqueeze(2).expand(-1, -1, M, -1, -1)
+    w = ((q * k).sum(-1) * 0.25).softmax(-1)
+    return (w.unsqueeze(-1).expand(-1, -1, -1, -1, D) * v.unsqueeze(2)).sum(3)
+
+
+@row(*floats((B, M, D), (B, N, D), (B, N, D)), program=PLAIN)
+def outer_product_by_einsum(q, k, v):
+    return torch.einsum("bmn,bnd->bmd", (torch.einsum("bmd,bnd->bmnd", q, k).sum(-1) * 0.25).softmax(-1), v)
+
+
+@row(*qkv(), program=PLAIN)
+def exponentials_multiplied_and_summed(q, k, v):
+    s = (q.unsqueeze(3) * k.unsqueeze(2)).sum(-1) * 0.25
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return (e.unsqueeze(-1) * v.unsqueeze(2)).sum(3) / e.sum(-1, keepdim=True)
+
+
+@row(*floats((B, D), (B, N, D), (B, N, D)), program="")
+def memory_network(q, memory, candidates):
+    p = (memory * q.unsqueeze(1)).sum(2).softmax(-1)
+    return (candidates * p.unsqueeze(2)).sum(1)
+
+
+@row(*floats((B, D), (B, N, D)), program="")
+def one_query_of_a_decoder(q, states):
+    a = torch.bmm(states, q.unsqueeze(2)).squeeze(2).softmax(1)
+    return (a.unsqueeze(-1) * states).sum(1)
+
+
+@row(*floats((D,), (B, N, D)), program="")
+def pooled_by_a_learned_query(w, x):
+    return ((x * w).sum(-1, keepdim=True).softmax(1) * x).sum(1)
+
+
+@row(*qkv(m=N), program=PLAIN)
+def result_summed_under_no_grad(q, k, v):
+    weighed = (q @ k.mT * 0.25).softmax(-1).detach().unsqueeze(-1) * v.unsqueeze(2)
+    with torch.no_grad():
+        seen = weighed.sum(3)
+    return v * seen + q
+
+
+@left(*qkv(), reason="gradient-stopped")
+def scores_summed_under_no_grad(q, k, v):
+    products = q.unsqueeze(3) * k.unsqueeze(2)
+    with torch.no_grad():
+        s = products.sum(-1)
+    return (s * v.mean()).softmax(-1) @ v
+
+
+@left(*floats((B, M, D), (B, M, N, D), (B, M, N, D)), reason="operand")
+def every_query_has_its_own_keys(q, k, v):
+    w = ((q.unsqueeze(2) * k).sum(-1) * 0.25).softmax(-1)
+    return (w.unsqueeze(-1) * v).sum(2)
+
+
+@left(*floats((B, M, D), (B, N, D), (B, M, N, D)), reason="operand")
+def every_query_has_its_own_values(q, k, v):
+    return ((q @ k.mT * 0.25).softmax(-1).unsqueeze(-1) * v).sum(2)
+
+
+@left(*floats((B, M, D), (B, N, D), (B, N, D), (D,)), reason="score-not-pointwise")
+def additive_scores(q, k, v, w):
+    return ((q.unsqueeze(2) + k.unsqueeze(1)).tanh() * w).sum(-1).softmax(-1) @ v
+
+
+@row(*qkv(), T((N,)), verdict="leave", sites=0)
+def expected_position(q, k, v, positions):
+    return v.sum(-1).sum(-1)[..., None] + ((q @ k.mT * 0.25).softmax(-1) * positions).sum(-1)
+
+
 # *** scale ***
 
 
@@ -934,7 +1039,7 @@ def values_shared_by_batch_and_heads(q, k, v):
 
 
 @row(*floats((B, H, M, D), (B, H, N, D)), program=PLAIN)
-def expected_position(q, k):
+def expected_position_as_a_product(q, k):
     return (q @ k.mT * 0.25).softmax(-1) @ torch.linspace(-1.0, 1.0, k.size(-2), dtype=k.dtype)
 
 

@@ -50,7 +50,7 @@ def find_sites(twin: Twin) -> list[Found]:
             scores = _score_products(anchor)
             if products and scores:
                 found += _one_dropout_each([_judge(twin, anchor, *product, scores) for product in products])
-            elif (near := _near_miss(anchor, live)) is not None:
+            elif (near := _near_miss(twin, anchor, live)) is not None:
                 found.append(near)
     found += _exponentials(live, twin.graph.nodes, {f.product for f in found})
     hidden = [Found(*near) for near in unseen(twin, [f.anchor for f in found])]
@@ -150,17 +150,19 @@ def _carries(node: Node, user: Node) -> bool:
     return table.name_of(user) not in table.SHAPE_ONLY
 
 
-def _near_miss(anchor: Node, live: set[Node]) -> Found | None:
-    """A softmax between two products, with something on the way that no attention has."""
-    after = _path_to_product(anchor, lambda n: [u for u in n.users if u in live])
-    before = _path_to_product(anchor, lambda n: n.all_input_nodes)
+def _near_miss(twin: Twin, anchor: Node, live: set[Node]) -> Found | None:
+    """A softmax between two products, with something on the way that no attention has, or one product that is none."""
+    after = _path_to_product(anchor, lambda n: [u for u in n.users if u in live], twin.rowwise)
+    before = _path_to_product(anchor, lambda n: n.all_input_nodes, twin.rowwise)
     if after is None or before is None:
         return None
     for reason, path in ((Reason.WEIGHT, after[:-1]), (Reason.SCORE, before[:-1])):
         odd = next((n for n in path if table.name_of(n) not in table.TRANSPARENT), None)
         if odd is not None and (reason is Reason.WEIGHT or odd.target not in table.SOFTMAX):  # the other one says it
             return Found(anchor, after[-1], Reject(reason, odd, f"through {table.name_of(odd) or odd.name}"))
-    return None
+    apart = next((n for n in (before[-1], after[-1]) if n in twin.rowwise), None)
+    own = Reject(Reason.OPERAND, apart, "each row has a matrix of its own, over more than one axis of rows")
+    return None if apart is None else Found(anchor, after[-1], own)
 
 
 _TOTALS = frozenset({"sum", "mean", "linalg_vector_norm"})
@@ -214,8 +216,10 @@ def _linear_in(nodes: Iterable[Node]) -> set[Node]:
     return closure(nodes, lambda n: n.all_input_nodes if table.name_of(n) in _LINEAR else ())
 
 
-def _path_to_product(start: Node, following: Callable[[Node], Iterable[Node]]) -> list[Node] | None:
-    """The nodes from `start` to the nearest batched product, `start` left out, the product last."""
+def _path_to_product(
+    start: Node, following: Callable[[Node], Iterable[Node]], others: Iterable[Node] = ()
+) -> list[Node] | None:
+    """The nodes from `start` to the nearest batched product, or one of the others, `start` left out, the product last."""
     came_from: dict[Node, Node] = {start: start}
     queue = [start]
     for node in queue:  # grows while it is walked
@@ -223,7 +227,7 @@ def _path_to_product(start: Node, following: Callable[[Node], Iterable[Node]]) -
             if n in came_from or table.name_of(n) in table.SHAPE_ONLY:
                 continue
             came_from[n] = node
-            if n.target is table.BMM:
+            if n.target is table.BMM or n in others:
                 path = [n]
                 while came_from[path[-1]] is not start:
                     path.append(came_from[path[-1]])

@@ -74,9 +74,8 @@ class Twin:
     """`graph` is functional ATen. `history[user_node]` lists (moment, twin node): the value from that moment on.
 
     Moments count the user's nodes in order. `roots` are the values that somebody outside the twin reads: outputs, inputs
-    of leaves, what in-place writes leave in the inputs. `stops` are twin nodes at which eager stops the gradient. `sinks`
-    and `sums` are
-    filled by `softmax.canonicalise`.
+    of leaves, what in-place writes leave in the inputs. `stops` are twin nodes at which eager stops the gradient. `sinks`,
+    `sums` and `rowwise` are filled by `softmax.canonicalise`.
     """
 
     graph: torch.fx.Graph
@@ -87,6 +86,7 @@ class Twin:
     stops: set[Node] = field(default_factory=set)
     origin: dict[Node, Node] = field(default_factory=dict)  # twin node -> user node that computes it
     sums: dict[Node, Node] = field(default_factory=dict)  # value product -> the sum of products that it is part of
+    rowwise: set[Node] = field(default_factory=set)  # sums of products in which every row has a matrix of its own
     sinks: dict[Node, Any] = field(default_factory=dict)  # softmax -> logit of one more term of its denominator
 
     def replace(self, old: Node, new: Node) -> None:
@@ -97,6 +97,13 @@ class Twin:
         if old in self.roots:
             self.roots.remove(old)
             self.roots.add(new)
+
+    def take_place(self, old: Node, new: Node, between: tuple[Node, ...] = ()) -> None:
+        """As `replace`; a stop of the gradient anywhere in between, as `meta` says, becomes a stop at `new`."""
+        self.replace(old, new)
+        if any(n.meta.get("stop") for n in (old, *between)):
+            new.meta["stop"] = True
+            self.stops.add(new)
 
     def value_at(self, user: Node, moment: int) -> Node | None:
         """The twin node that holds the value of `user` just before the node at `moment` runs."""

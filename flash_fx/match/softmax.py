@@ -29,6 +29,7 @@ from ..score.expr import Expr, name
 from . import aten as table
 from . import index as ix
 from .normalize import Twin, closure, constant_of_trace, example_value, numbers_in
+from .products import multiply_matrices
 from .pull import Index, Puller
 from .shapes import Shapes
 
@@ -41,7 +42,9 @@ def canonicalise(twin: Twin) -> None:
     """Replace every recognised spelling in the twin; `twin.sinks` gets the extra terms of denominators."""
     for node in twin.stops & _before_gradients(twin):
         node.meta["stop"] = True
-    rules = (_constants, _copies, _zeros, _dropouts, _quotients, _logarithms, _columns, _shifts, _guards)
+    rules = (
+        _constants, _copies, _zeros, multiply_matrices, _dropouts, _quotients, _logarithms, _columns, _shifts, _guards,
+    )  # fmt: skip
     for rule in rules:
         rule(twin)
     _split_sums_of_weights(twin)
@@ -165,14 +168,6 @@ def _insert(twin: Twin, before: Node, target: Any, *args: Any, val: torch.Tensor
     return new
 
 
-def _take_place(twin: Twin, old: Node, new: Node, between: tuple[Node, ...] = ()) -> None:
-    """`new` stands for `old` from now on. A stop of the gradient anywhere in between becomes a stop at `new`."""
-    twin.replace(old, new)
-    if any(n.meta.get("stop") for n in (old, *between)):
-        new.meta["stop"] = True
-        twin.stops.add(new)
-
-
 def _softmax_for(
     twin: Twin, old: Node, x: Node, dim: int, sink: Any = None, *, safe: bool = False, traits: Iterable[str] = ()
 ) -> Node:
@@ -201,7 +196,7 @@ def _constants(twin: Twin) -> None:
             new = _insert(
                 twin, node, aten.full.default, list(val.shape), number, dtype=val.dtype, device=val.device, val=val, like=node
             )
-            _take_place(twin, node, new)
+            twin.take_place(node, new)
 
 
 def _zeros(twin: Twin) -> None:
@@ -210,7 +205,7 @@ def _zeros(twin: Twin) -> None:
         x = _less_zero(node)
         same = x is not None and _same_shape(x, node) and x.meta["val"].dtype == node.meta["val"].dtype
         if x is not None and same and node not in twin.stops:
-            _take_place(twin, node, x)
+            twin.take_place(node, x)
 
 
 def _less_zero(node: Node) -> Node | None:
@@ -232,7 +227,7 @@ def _copies(twin: Twin) -> None:
         if node.meta.get("stop"):
             continue
         if node.target in (aten.fill.Scalar, aten.zero.default):
-            _take_place(twin, node, _expanded(twin, node, _argument(node, 1) if len(node.args) > 1 else 0))
+            twin.take_place(node, _expanded(twin, node, _argument(node, 1) if len(node.args) > 1 else 0))
         if node.target not in (aten.copy.default, aten.fill.Tensor):
             continue
         val, source = node.meta["val"], node.args[1]
@@ -241,7 +236,7 @@ def _copies(twin: Twin) -> None:
             source = _insert(twin, node, aten._to_copy.default, source, dtype=val.dtype, val=narrowed, like=source)
         if _texts(source) != _texts(node):
             source = _insert(twin, node, aten.expand.default, source, _sizes(val), val=val, like=source)
-        _take_place(twin, node, source)
+        twin.take_place(node, source)
 
 
 def _sizes(val: torch.Tensor) -> list[int]:
@@ -271,7 +266,7 @@ def _dropouts(twin: Twin) -> None:
         both = (val, val.new_empty(val.shape, dtype=torch.bool))
         args = (x, round(1.0 - keep, 12), True)
         pair = _insert(twin, node, aten.native_dropout.default, *args, val=both, like=node)  # type: ignore[arg-type]
-        _take_place(twin, node, _insert(twin, node, operator.getitem, pair, 0, val=val, like=node))
+        twin.take_place(node, _insert(twin, node, operator.getitem, pair, 0, val=val, like=node))
 
 
 def _survival(noise: Node) -> float | None:
@@ -316,7 +311,7 @@ def _quotients(twin: Twin) -> None:
         row = _normalised(twin, numerator, denominator, node)
         if row is not None and _same_shape(node, row.exponential):
             new = _softmax_for(twin, node, row.x, row.dim, row.sink, traits=row.traits)
-            _take_place(twin, node, new, (row.exponential,))
+            twin.take_place(node, new, (row.exponential,))
         else:
             _normalise_before_product(twin, node, numerator, denominator)
 
@@ -553,7 +548,7 @@ def _normalise_before_product(twin: Twin, node: Node, numerator: Node, denominat
     weights = _softmax_for(twin, product, row.x, row.dim, row.sink, traits=row.traits)
     args = (_repeat(twin, views, weights, product), product.args[1])
     new = _insert(twin, product, table.BMM, *args, val=product.meta["val"], like=product)
-    _take_place(twin, node, _repeat(twin, path, new, node), (row.exponential, product))
+    twin.take_place(node, _repeat(twin, path, new, node), (row.exponential, product))
 
 
 def _divides_own_rows(twin: Twin, quotient: tuple[Node, Node, Node], path: list[Node], views: list[Node]) -> bool:
@@ -631,17 +626,17 @@ def _logarithms(twin: Twin) -> None:
         inner = peel(node.args[0])
         if _is(inner, "_log_softmax"):
             x, dim = inner.args[0], int(inner.args[1]) % _rank(node)  # type: ignore[arg-type]
-            _take_place(twin, node, _softmax_for(twin, node, x, dim), (inner,))  # type: ignore[arg-type]
+            twin.take_place(node, _softmax_for(twin, node, x, dim), (inner,))  # type: ignore[arg-type]
         elif _is(inner, "sub") and not inner.kwargs:
             x, total = inner.args
             if not isinstance(x, Node) or not _same_shape(x, node):
                 continue
             found = None if _loses_logarithm(x) else _log_total(total, x)
             if found is not None:
-                _take_place(twin, node, _softmax_for(twin, node, x, *found), (inner,))
+                twin.take_place(node, _softmax_for(twin, node, x, *found), (inner,))
             elif (row := _less_logarithm(twin, x, total, node)) is not None:
                 new = _softmax_for(twin, node, row.x, row.dim, row.sink, traits=row.traits)
-                _take_place(twin, node, new, (inner,))
+                twin.take_place(node, new, (inner,))
 
 
 def _log_total(total: Any, x: Node) -> tuple[int, Any] | None:
@@ -746,7 +741,7 @@ def _columns(twin: Twin) -> None:
         if users and all(_drops_sink(u, dim, column) for u in users):
             for u in users:
                 new = _softmax_for(twin, u, column.scores, dim, sink=column.sink, traits=_traits(node))
-                _take_place(twin, u, new, (node, peel(z)))
+                twin.take_place(u, new, (node, peel(z)))
 
 
 def _users_of_value(node: Node) -> list[Node]:
@@ -795,7 +790,7 @@ def _shifts(twin: Twin) -> None:
                 if node in twin.sinks:
                     continue  # the sink would have to shift too
                 new.meta.update(dict.fromkeys(_traits(node), True))
-                _take_place(twin, node, new)
+                twin.take_place(node, new)
 
 
 def _without_shift(twin: Twin, z: Any, dim: int, before: Node) -> Node | None:
@@ -900,7 +895,7 @@ def _guards(twin: Twin) -> None:
         if found and _same_shape(inner, node):
             dim = int(inner.args[1]) % max(_rank(inner), 1)  # type: ignore[arg-type]
             new = _softmax_for(twin, node, inner.args[0], dim, safe=True, traits=_traits(inner))  # type: ignore[arg-type]
-            _take_place(twin, node, new, (inner,))
+            twin.take_place(node, new, (inner,))
 
 
 def _guarded(node: Node) -> Any:
@@ -987,7 +982,7 @@ def _split_sums_of_weights(twin: Twin) -> None:
         if _sum_of_weights(product.args[0]) is not None:
             parts: list[Node] = []
             new = _multiplied(twin, product.args[0], [], product, parts)  # type: ignore[arg-type]
-            _take_place(twin, product, new)
+            twin.take_place(product, new)
             twin.sums.update(dict.fromkeys(parts, new))
 
 
