@@ -15,6 +15,11 @@ class Reason(Enum):
         "the softmax does not run over the keys that are contracted with the values",
         "normalise over the key axis of the scores",
     )
+    HEADS_MIXED = (
+        "heads-mixed",
+        "weights of several heads or batches are combined before they multiply the values",
+        "nothing: the weights of all heads are needed at once",
+    )
     WEIGHTS_USED = (
         "weights-used",
         "the attention scores or weights are also used elsewhere, so the full matrix is needed",

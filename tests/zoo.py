@@ -1667,7 +1667,7 @@ class WeightsMixedByAConvolution(nn.Module):
         return self.mix((q @ k.mT * 0.25).softmax(-1)) @ v
 
 
-@left(*qkv(), T((H, H)), reason="softmax-axis")
+@left(*qkv(), T((H, H)), reason="heads-mixed")
 def weights_mixed_by_an_einsum(q, k, v, mix):
     return torch.einsum("bhmn,hg->bgmn", (q @ k.mT * 0.25).softmax(-1), mix) @ v
 

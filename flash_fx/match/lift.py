@@ -195,7 +195,10 @@ def _check_axis(shapes: Shapes, anchor: Node, index: Index, n: Expr) -> None:
     runs_over_keys = (at is N or (n is ix.ONE and at is ix.ZERO)) and ix.same(shape[axis], n)
     others = [i for p, i in enumerate(index) if p != axis]
     if not runs_over_keys or any(x is N for i in others for x in walk(i)):
-        raise Reject(Reason.AXIS, anchor, f"dim {anchor.args[1]} of {tuple(anchor.meta['val'].shape)}")
+        contracted = [p for p, i in enumerate(index) if any(x is N for x in walk(i))]
+        mixed = bool(contracted) and max(contracted) < len(index) - 2  # neither queries nor keys
+        reason = Reason.HEADS_MIXED if mixed else Reason.AXIS
+        raise Reject(reason, anchor, f"dim {anchor.args[1]} of {tuple(anchor.meta['val'].shape)}")
 
 
 def _score_operands(shapes: Shapes, product: Node, index: Index, m: Expr, n: Expr) -> _Product:
