@@ -454,6 +454,17 @@ def shared_values_beside_a_use_of_the_weights(q, k, v):
     return w @ v[0, 0] + w.mean()
 
 
+def some_keys_of_some_heads_before_shared_values(q, k, v):
+    w = sm(q @ k.mT)
+    parts = w[..., :6] @ v[0, 0, :6], w[:1] @ v[0, 0], w[:, 1:] @ v[0, 0], w[:, 0] @ v[0, 0]
+    return torch.cat([p.flatten() for p in parts])
+
+
+def some_batches_before_values_of_a_head(q, k, v):
+    w = sm(q @ k.mT)[:1].transpose(1, 2).reshape(1, M * H, N)
+    return w @ v[:1, 0]
+
+
 def heads_turned_before_shared_values(q, k, v):
     return sm(q @ k.mT).flip(1) @ v[0, 0]
 

@@ -56,9 +56,9 @@ def _folded(twin: Twin, product: Node) -> tuple[Node, list[int], list[_Digit]] |
     index: Index = (BATCH if batch is not ix.ONE else ix.ZERO, ROW, KEY)
     while not _is_stop(twin, weights) and (step := puller.view(weights, index)) is not None:
         weights, index = step
-    if index[-1] is not KEY or not _comes_from_softmax(weights):
-        return None
     shape = shapes.of(weights)
+    if index[-1] is not KEY or not ix.same(shape[-1], keys) or not _comes_from_softmax(weights):
+        return None  # or a slice of them
     digits = [_digit(at, shape[at], i, rows) for at, i in enumerate(index) if any(n is ROW for n in walk(i))]
     rest = [at for at, i in enumerate(index[:-1]) if shape[at] is not ix.ONE and not any(n is ROW for n in walk(i))]
     if len(digits) < 2 or None in digits or not _counts(index, shape, rest, batch):
@@ -100,8 +100,11 @@ def _is_complete(digits: list[_Digit], rows: Expr) -> bool:
 def _counts(index: Index, shape: tuple[Expr, ...], axes: list[int], batch: Expr) -> bool:
     """Do these axes, in their order, count the product's batch?"""
     position: Expr = ix.ZERO
+    size: Expr = ix.ONE
     for at in axes:
-        position = ix.add(ix.mul(position, shape[at]), index[at])
+        position, size = ix.add(ix.mul(position, shape[at]), index[at]), ix.mul(size, shape[at])
+    if not ix.same(size, batch):
+        return False
     recombined = ix.Indexer({BATCH: batch}, {}).renormalise(position)
     return batch is ix.ONE if not axes else recombined is BATCH or (len(axes) == 1 and index[axes[0]] is BATCH)
 
