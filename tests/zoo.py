@@ -1784,8 +1784,8 @@ def scores_of_a_layer_norm(q, k, v):
 
 
 @left(*qkv(), reason="transformed")
-def under_vmap(q, k, v):
-    return torch.vmap(lambda q, k, v: (q @ k.mT * 0.25).softmax(-1) @ v)(q, k, v)
+def beside_vmap(q, k, v):
+    return (torch.vmap(lambda x: x * 0.25)(q) @ k.mT).softmax(-1) @ v
 
 
 
