@@ -20,6 +20,7 @@ from torch.fx import Node
 from ..score.expr import Expr, Op, name, walk
 from . import aten as table
 from . import index as ix
+from .additions import Additions
 from .normalize import Twin
 from .pull import Index, Puller
 from .shapes import Shapes
@@ -54,7 +55,7 @@ def _folded(twin: Twin, product: Node) -> tuple[Node, list[int], list[_Digit]] |
         return None
     puller = Puller(twin, shapes, ix.Indexer({BATCH: batch, ROW: rows, KEY: keys}, shapes.hints))
     index: Index = (BATCH if batch is not ix.ONE else ix.ZERO, ROW, KEY)
-    while not _is_stop(twin, weights) and (step := puller.view(weights, index)) is not None:
+    while weights not in twin.stops and (step := puller.view(weights, index)) is not None:
         weights, index = step
     shape = shapes.of(weights)
     if index[-1] is not KEY or not ix.same(shape[-1], keys) or not _comes_from_softmax(weights):
@@ -65,10 +66,6 @@ def _folded(twin: Twin, product: Node) -> tuple[Node, list[int], list[_Digit]] |
         return None
     ordered = sorted(digits, key=lambda d: -puller.indexer.hint(d.divisor))  # type: ignore[union-attr]
     return (weights, rest, ordered) if _is_complete(ordered, rows) else None  # type: ignore[arg-type, return-value]
-
-
-def _is_stop(twin: Twin, node: Node) -> bool:
-    return node in twin.stops
 
 
 def _digit(axis: int, size: Expr, i: Expr, rows: Expr) -> _Digit | None:
@@ -117,9 +114,9 @@ def _comes_from_softmax(node: Node) -> bool:
         n = stack.pop()
         if n.target in table.SOFTMAX:
             return int(n.args[1]) % n.meta["val"].dim() == n.meta["val"].dim() - 1  # type: ignore[arg-type]
-        if n not in seen and (table.name_of(n) in table.TRANSPARENT):
+        if n not in seen and table.name_of(n) in table.TRANSPARENT:
             seen.add(n)
-            stack.extend(a for a in n.all_input_nodes)
+            stack.extend(n.all_input_nodes)
     return False
 
 
@@ -135,18 +132,7 @@ def _unfold(twin: Twin, product: Node, weights: Node, batch_axes: list[int], dig
     count = math.prod(lead)
     squeezed = [at for at in range(val.dim() - 1) if at not in (*batch_axes, *folded, query)]
 
-    def new(target: Any, *args: Any) -> Node:
-        with twin.graph.inserting_before(product):
-            # shapes are read from values: PyTorch warns of symbols among arguments
-            plain = [[n if isinstance(n, int) else -1 for n in a] if isinstance(a, list) else a for a in args]
-            node = twin.graph.call_function(target, tuple(plain))
-        inputs = [a for a in args if isinstance(a, Node)]
-        node.meta["val"] = target(*(a.meta["val"] if isinstance(a, Node) else a for a in args))
-        twin.origin[node] = twin.origin.get(product, product)
-        if any(a in twin.requires_grad for a in inputs):
-            twin.requires_grad.add(node)
-        return node
-
+    new = Additions(twin, product).call
     turned = new(aten.permute.default, weights, [*squeezed, *batch_axes, *folded, query, val.dim() - 1])
     left = new(aten.reshape.default, turned, [batch * count, sizes[query], keys])
     spread = new(aten.expand.default, new(aten.unsqueeze.default, value, 1), [batch, count, keys, dim])
@@ -155,4 +141,4 @@ def _unfold(twin: Twin, product: Node, weights: Node, batch_axes: list[int], dig
     order = [1 + (len(folded) if d.axis == query else folded.index(d.axis)) for d in digits]
     back = new(aten.permute.default, apart, [0, *order, len(order) + 1])
     rows = new(aten.reshape.default, back, list(product.meta["val"].shape))
-    twin.replace(product, rows)
+    twin.take_place(product, rows)
