@@ -445,6 +445,20 @@ ACTIVATIONS = {
     "gelu": (F.gelu, "score * 0.5 * (erf(score * 0.7071067811865476) + 1.0)"),
     "silu": (F.silu, "score * sigmoid(score)"),
     "softplus": (F.softplus, "maximum(score, 0.0) + log1p(exp(-abs(score)))"),
+    "logsigmoid": (F.logsigmoid, "-(maximum(-score, 0.0) + log1p(exp(-abs(-score))))"),
+    "logit": (
+        lambda s: s.sigmoid().logit(0.125),
+        "t0 = where(sigmoid(score) < 0.125, 0.125, sigmoid(score)); t1 = where(t0 > 0.875, 0.875, t0); score = log(t1 / (1.0 - t1))",
+    ),
+    "logaddexp": (
+        lambda s: torch.logaddexp(s, torch.linspace(-1, 1, N)),
+        "where(score == c0[kv_idx], score + 0.6931471805599453, "
+        "maximum(score, c0[kv_idx]) + log1p(exp(-abs(score - c0[kv_idx]))))",
+    ),
+    "nan_to_num": (
+        lambda s: s.nan_to_num(nan=-1.0, posinf=5.0, neginf=-5.0),
+        "where(isnan(score), -1.0, where(score == inf, 5.0, where(score == -inf, -5.0, score)))",
+    ),
     "mish": (F.mish, "score * tanh(maximum(score, 0.0) + log1p(exp(-abs(score))))"),
 }
 
@@ -460,6 +474,17 @@ def activated(activation):
 for _name, (_activation, _text) in ACTIVATIONS.items():
     _program = _text if _text.startswith("t0") else f"score = {_text}"
     CASES.append(Case(f"scores_through_{_name}", lambda a=_activation: activated(a), qkv(), program=(_program,)))
+
+
+NAN_TO_NUM = (
+    "score = where(c0[b, 0, 0, kv_idx], -3.4028234663852886e+38, where(isnan(score), 0.0, "
+    "where(score == inf, 3.4028234663852886e+38, where(score == -inf, -3.4028234663852886e+38, score))))"
+)
+
+
+@row(*qkv(), KEEP, program=NAN_TO_NUM)
+def nan_to_num_after_the_mask(q, k, v, keep):
+    return (q @ k.mT).masked_fill(~keep, -INF).nan_to_num().softmax(-1) @ v
 
 
 @row(*qkv(), program="score = -score")
@@ -1101,6 +1126,48 @@ def exp_over_its_sum(q, k, v):
 
 
 @row(*qkv(), program=PLAIN)
+def inverse_of_a_total_that_drops_its_dimension(q, k, v):
+    s = q @ k.mT * 0.25
+    e = (s - s.max(-1).values[..., None]).exp()
+    inverse = 1 / e.sum(-1)
+    return (e @ v) * inverse.unsqueeze(-1)
+
+
+@row(*qkv(), program="score = score * 0.25; sink = -6.907755278982137")
+def epsilon_on_a_total_that_drops_its_dimension(q, k, v):
+    e = (q @ k.mT * 0.25).exp()
+    return e / (e.sum(-1) + 1e-3)[..., None] @ v
+
+
+@left(*qkv(m=N), reason="exponentials")
+def totals_over_queries_put_back_over_keys(q, k, v):
+    e = (q @ k.mT * 0.25).exp()
+    return e * (1 / e.sum(-2)).unsqueeze(-1) @ v
+
+
+@row(*qkv(), program=PLAIN)
+def epsilon_that_is_lost_beside_the_greatest_term(q, k, v):
+    s = q @ k.mT * 0.25
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return e / (e.sum(-1, keepdim=True) + 1e-16) @ v
+
+
+@left(*qkv(), reason="exponentials")
+def epsilon_that_counts_beside_the_greatest_term(q, k, v):
+    s = q @ k.mT * 0.25
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return e / (e.sum(-1, keepdim=True) + 1e-2) @ v
+
+
+@row(*qkv(), program=PLAIN)
+def logarithm_of_a_total_that_drops_its_dimension(q, k, v):
+    s = q @ k.mT * 0.25
+    greatest = s.amax(-1)
+    total = greatest + (s - greatest[..., None]).exp().sum(-1).log()
+    return (s - total[..., None]).exp() @ v
+
+
+@row(*qkv(), program=PLAIN)
 def exp_shifted_by_the_maximum(q, k, v):
     s = q @ k.mT * 0.25
     e = torch.exp(s - s.max(dim=-1, keepdim=True).values)
@@ -1561,6 +1628,16 @@ def number_written_into_the_first_column(q, k, v):
     s = q @ k.mT * 0.25
     s[..., 0] = 0
     return s.softmax(-1) @ v
+
+
+@row(*qkv(), program="keep = ~c0[kv_idx]")
+def keys_filled_by_index(q, k, v):
+    return (q @ k.mT).index_fill(-1, torch.tensor([0, 3]), -INF).softmax(-1) @ v
+
+
+@row(*qkv(), program="score = where(c0[q_idx], 0.5, score)")
+def queries_filled_by_index_with_a_tensor(q, k, v):
+    return (q @ k.mT).index_fill(2, torch.tensor([1]), torch.tensor(0.5)).softmax(-1) @ v
 
 
 @row(*qkv(), program="score = score * 0.25; keep = (q_idx < 4) | (kv_idx < 4)")

@@ -149,6 +149,17 @@ def _softplus(x: Expr, beta: Expr | float = 1.0, threshold: Expr | float = 20.0)
     return smooth if least >= 20 else where(op("gt", scaled, float(least)), x, smooth)
 
 
+def _logaddexp(x: Expr, y: Expr) -> Expr:
+    least_and_most = op("log1p", op("exp", op("neg", op("abs", op("sub", x, y)))))
+    return where(op("eq", x, y), op("add", x, math.log(2.0)), op("add", op("maximum", x, y), least_and_most))
+
+
+def _logit(x: Expr, eps: Expr | None = None) -> Expr:
+    if isinstance(eps, Const):
+        x = _clamp(x, eps, const(1.0 - eps.head))
+    return op("log", op("div", x, op("sub", 1.0, x)))
+
+
 # name -> (how operands are brought to one kind, builder). Kinds: "result" casts to the node's own kind, "common" to the
 # widest of the operands, "bool" to bool, "float" to float.
 POINTWISE: dict[str, tuple[str, Callable[..., Expr | None]]] = {
@@ -185,6 +196,8 @@ POINTWISE: dict[str, tuple[str, Callable[..., Expr | None]]] = {
     "gelu": ("result", _gelu),
     "silu": ("result", lambda x: op("mul", x, op("sigmoid", x))),
     "softplus": ("result", _softplus),
+    "logaddexp": ("result", _logaddexp),
+    "logit": ("result", _logit),
     "mish": ("result", lambda x: op("mul", x, op("tanh", _softplus(x)))),  # type: ignore[arg-type]
     "logical_and": ("bool", lambda x, y: op("and", x, y)),
     "logical_or": ("bool", lambda x, y: op("or", x, y)),

@@ -55,6 +55,24 @@ def _mv(matrix: Any, vector: Any) -> Any:
     return _mm(matrix, vector.unsqueeze(1)).squeeze(1)
 
 
+def _index_fill(x: Any, dim: int, index: Any, value: Any) -> Any:
+    yes = torch.ones((), dtype=torch.bool, device=x.device)
+    filled = torch.zeros(x.shape[dim], dtype=torch.bool, device=x.device).index_put((index,), yes)
+    rows = filled.view(-1, *(1,) * (x.dim() - dim % x.dim() - 1))
+    return torch.where(rows, value.to(x.dtype) if isinstance(value, torch.Tensor) else value, x)
+
+
+def _log_sigmoid(x: Any) -> Any:
+    return -F.softplus(-x), x.new_zeros(0)
+
+
+# What the score language has no word for, said in words that it has.
+_TRANSLATED = {
+    torch.ops.aten.index_fill.int_Scalar: _index_fill,
+    torch.ops.aten.index_fill.int_Tensor: _index_fill,
+    torch.ops.aten.log_sigmoid_forward.default: _log_sigmoid,
+}
+
 # Every matrix product that can be part of an attention becomes a bmm.
 TO_BMM = {
     torch.ops.aten.baddbmm.default: _baddbmm,
@@ -152,7 +170,7 @@ def make_twin(gm: GraphModule) -> Twin:
             return [compat.plain_tensor(r) for r in pytree.tree_leaves(result) if isinstance(r, torch.Tensor)]
 
     with mode, torch.no_grad(), compat.enable_python_dispatcher():
-        make = compat.make_fx(run, decomposition_table=TO_BMM, tracing_mode="real", _allow_non_fake_inputs=True)
+        make = compat.make_fx(run, decomposition_table=TO_BMM | _TRANSLATED, tracing_mode="real", _allow_non_fake_inputs=True)
         traced = make(*map(fresh_fake, fakes))
     graph = traced.graph
     kept = set(graph.nodes)

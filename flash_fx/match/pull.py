@@ -131,6 +131,8 @@ class Puller:
             return found if node in self.cone or found is None or not _reads_matrix(found) else None
         if operation in table.JOINS and node in self.cone:
             return self._joined(node, operation, index)
+        if operation == "nan_to_num":
+            return self._without_nan(node, index)
         if operation in table.LOOKUPS:
             return look_up(self, node, index)
         if operation in table.POINTWISE:
@@ -519,6 +521,16 @@ class Puller:
         except TypeError:  # a keyword this table does not know
             return None
 
+    def _without_nan(self, node: Node, index: Index) -> Expr | None:
+        """`nan_to_num(x, nan, posinf, neginf)`, by default 0 and the greatest and the least number of the dtype."""
+        dtype, source = node.meta["val"].dtype, node.args[0]
+        if not dtype.is_floating_point or (dtype is torch.float16 and node not in self.cone):
+            return None
+        given = [*node.args[1:], None, None, None][:3]
+        defaults = (0.0, torch.finfo(dtype).max, torch.finfo(dtype).min)
+        numbers = [const(float(d if g is None else g)) for g, d in zip(given, defaults, strict=True)]  # type: ignore[arg-type]
+        return _replace_non_numbers(self.pull(source, index), *numbers)  # type: ignore[arg-type]
+
     @staticmethod
     def _operand_kind(how: str, dtype: torch.dtype, kinds: list[str]) -> str | None:
         if how == "result":
@@ -769,6 +781,16 @@ def _is_exact(e: Expr) -> bool:
 
 def _names(index: Index) -> set[Expr]:
     return {n for i in index for n in walk(i)}
+
+
+def _replace_non_numbers(e: Expr, nan: Const, high: Const, low: Const) -> Expr:
+    """The expression with other numbers for NaN, infinity and minus infinity, known ones replaced at once."""
+    if isinstance(e, Const):
+        return nan if math.isnan(e.head) else high if e.head == math.inf else low if e.head == -math.inf else e
+    if isinstance(e, Op) and e.head == "where":
+        return choose(e.args[0], *(_replace_non_numbers(a, nan, high, low) for a in e.args[1:]))
+    finite = where(op("eq", e, const(math.inf)), high, where(op("eq", e, const(-math.inf)), low, e))
+    return where(op("isnan", e), nan, finite)
 
 
 def _read_only_where(inside: Expr, e: Expr) -> Expr:

@@ -43,7 +43,8 @@ def canonicalise(twin: Twin) -> None:
     for node in twin.stops & _before_gradients(twin):
         node.meta["stop"] = True
     rules = (
-        _constants, _copies, _zeros, multiply_matrices, _dropouts, _quotients, _logarithms, _columns, _shifts, _guards,
+        _constants, _copies, _neutral, multiply_matrices, _dropouts, _unsqueezes, _quotients, _logarithms, _columns, _shifts,
+        _guards,
     )  # fmt: skip
     for rule in rules:
         rule(twin)
@@ -199,23 +200,25 @@ def _constants(twin: Twin) -> None:
             twin.take_place(node, new)
 
 
-def _zeros(twin: Twin) -> None:
-    """`x + 0` is x: the `sum` of Python begins so, and an epsilon may be switched off."""
+def _neutral(twin: Twin) -> None:
+    """`x + 0` and `x * 1` are x: the `sum` of Python begins so, `1 / x` is `reciprocal(x) * 1`, an epsilon may be 0."""
     for node in list(twin.graph.nodes):
-        x = _less_zero(node)
+        x = _less_neutral(node)
         same = x is not None and _same_shape(x, node) and x.meta["val"].dtype == node.meta["val"].dtype
         if x is not None and same and node not in twin.stops:
             twin.take_place(node, x)
 
 
-def _less_zero(node: Node) -> Node | None:
-    """x of x + 0, 0 + x or x - 0"""
-    if table.name_of(node) not in ("add", "sub") or node.kwargs:
+def _less_neutral(node: Node) -> Node | None:
+    """x of x + 0, 0 + x, x - 0, x * 1, 1 * x or x / 1"""
+    neutral = {"add": 0, "sub": 0, "mul": 1, "div": 1}.get(table.name_of(node))
+    if neutral is None or node.kwargs:
         return None
     x, y = node.args
-    if isinstance(x, Node) and _is_zero(y):
+    if isinstance(x, Node) and _number(y) == neutral:
         return x
-    return y if isinstance(y, Node) and _is_zero(x) and table.name_of(node) == "add" else None
+    commutes = table.name_of(node) in ("add", "mul")
+    return y if isinstance(y, Node) and _number(x) == neutral and commutes else None
 
 
 # *** what in-place operations leave behind ***
@@ -276,6 +279,48 @@ def _survival(noise: Node) -> float | None:
     drawn, p = noise.args[0], noise.args[1]
     same = table.name_of(drawn) == "bernoulli" and len(drawn.args) > 1 and drawn.args[1] == p
     return p if same and isinstance(p, float) and len(drawn.users) == 1 else None
+
+
+# *** statistics of a row, whose dimension is put back later ***
+
+
+def _unsqueezes(twin: Twin) -> None:
+    """`(1 / x.sum(-1)).unsqueeze(-1)` is `1 / x.sum(-1).unsqueeze(-1)`: the dimension is put back where it was reduced."""
+    pending = [n for n in twin.graph.nodes if table.name_of(n) == "unsqueeze"]
+    while pending:
+        node = pending.pop()
+        inner = node.args[0]
+        if not _is(node, "unsqueeze") or not _is(inner, *table.POINTWISE) or not _is_of_reductions(inner):
+            continue
+        moved = [_unsqueezed(twin, a, node) if isinstance(a, Node) else a for a in inner.args]
+        new = _insert(twin, node, inner.target, *moved, val=node.meta["val"], like=inner, **inner.kwargs)
+        twin.take_place(node, new, (inner,))
+        pending += [a for a in moved if isinstance(a, Node) and table.name_of(a) == "unsqueeze"]
+
+
+def _is_of_reductions(node: Any) -> bool:
+    """Is it computed, number by number, from reductions of its own shape that drop their dimension?"""
+    operation, inner = table.name_of(node), peel(node)
+    if inner is not node:
+        return _is_of_reductions(inner)
+    if operation == "getitem":
+        return node.args[1] == 0 and node.args[0].target is aten.max.dim and not _argument(node.args[0], 2)
+    if node.target in _REDUCTIONS:
+        return not _argument(node, 2)
+    tensors = [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
+    plain = operation in table.POINTWISE and bool(tensors) and all(isinstance(v, torch.Tensor) for v in _values(node))
+    return plain and all(_rank(a) == 0 or (_same_shape(a, node) and _is_of_reductions(a)) for a in tensors)
+
+
+def _values(node: Node) -> list[Any]:
+    return [a.meta.get("val") for a in node.all_input_nodes]
+
+
+def _unsqueezed(twin: Twin, x: Node, like: Node) -> Node:
+    if _rank(x) == 0:
+        return x
+    dim = like.args[1]
+    return _insert(twin, like, aten.unsqueeze.default, x, dim, val=x.meta["val"].unsqueeze(dim), like=x)
 
 
 # *** exp over its sum ***
@@ -381,7 +426,8 @@ def _is_same_value(a: Any, b: Any, depth: int = 8) -> bool:
     a, b = peel(a), peel(b)
     if a is b or not isinstance(a, Node) or not isinstance(b, Node):
         return a is b or (type(a) is type(b) and isinstance(a, (int, float, bool)) and a == b)
-    known = table.name_of(a) in table.POINTWISE or a.target in _REDUCTIONS or table.name_of(a) in ("expand", "getitem")
+    kept = table.name_of(a) in ("expand", "getitem", "unsqueeze")
+    known = kept or table.name_of(a) in table.POINTWISE or a.target in _REDUCTIONS
     alike = (
         depth > 0 and known and a.target is b.target and not a.kwargs and not b.kwargs and len(a.args) == len(b.args)
     )
@@ -434,14 +480,29 @@ def _terms(node: Any) -> Iterator[Any]:
         yield node
 
 
+_LOST = 2.0**-25  # added to a float32 number of at least 1 it changes nothing
+
+
 def _without_floor(denominator: Node, exponential: Node) -> Any:
-    """max(sum, eps) is the sum where the greatest term is exp(0) = 1."""
+    """max(sum, eps), or sum + eps with an eps that is lost, is the sum where the greatest term is exp(0) = 1."""
     total, floor = _floored(denominator)
+    if floor is None:
+        total, floor = _less_lost(denominator)
     z: Any = peel(exponential.args[0]) if _is(exponential, "exp") else None
     if floor is None or floor >= 1 or not _is(z, "sub") or z.kwargs:
         return denominator
     greatest = _reduction(_peel_item(z.args[1]), ("amax", "max"))
     return total if greatest is not None and peel(greatest[0]) is peel(z.args[0]) else denominator
+
+
+def _less_lost(node: Any) -> tuple[Any, float | None]:
+    """(x, number) of x + number where the number vanishes beside 1; (the node, None) otherwise."""
+    inner = _peel_broadcast(node)
+    if _is(inner, "add") and not inner.kwargs:
+        for x, number in (inner.args, reversed(inner.args)):
+            if 0 <= (_number(number) or math.inf) <= _LOST:
+                return x, _number(number)
+    return node, None
 
 
 def _floored(node: Any) -> tuple[Any, float | None]:
