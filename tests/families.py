@@ -439,7 +439,7 @@ EYES = [
         4], "depths": [1, 1, 1], "key_dim": [8, 8, 8], "attention_ratio": [2, 2, 2], "mlp_ratio": [2, 2, 2]},
         pixels(128), 5),
     row("swiftformer", "SwiftFormerModel", {"image_size": 64, "depths": [1, 1, 1, 1], "embed_dims": [8, 16, 24,
-        32]}, pixels(64), 0, ("softmax-axis",) * 4),
+        32]}, pixels(64), 0, *("softmax-axis",) * 4),
     row("videomae", "VideoMAEModel", {**VISION, "num_frames": 4, "tubelet_size": 2, "image_size": 24},
         given(pixel_values=(2, 4, 3, 24, 24)), 2),
     row("timesformer", "TimesformerModel", {**VISION, "num_frames": 4, "image_size": 24}, given(pixel_values=(2, 4,

@@ -448,7 +448,8 @@ ACTIVATIONS = {
     "logsigmoid": (F.logsigmoid, "-(maximum(-score, 0.0) + log1p(exp(-abs(-score))))"),
     "logit": (
         lambda s: s.sigmoid().logit(0.125),
-        "t0 = where(sigmoid(score) < 0.125, 0.125, sigmoid(score)); t1 = where(t0 > 0.875, 0.875, t0); score = log(t1 / (1.0 - t1))",
+        "t0 = where(sigmoid(score) < 0.125, 0.125, sigmoid(score)); "
+        "t1 = where(t0 > 0.875, 0.875, t0); score = log(t1 / (1.0 - t1))",
     ),
     "logaddexp": (
         lambda s: torch.logaddexp(s, torch.linspace(-1, 1, N)),
