@@ -247,6 +247,34 @@ class PackedProjection(nn.Module):
         return self.out((weights @ v).transpose(1, 2).contiguous().view(b, m, e))
 
 
+@row(*qkv(), program=PLAIN)
+def queries_are_batches_of_the_score_product(q, k, v):
+    return (q.unsqueeze(3) @ k.unsqueeze(2).mT * 0.25).squeeze(3).softmax(-1) @ v
+
+
+@row(*qkv(), program="")
+def queries_are_batches_of_both_products(q, k, v):
+    return ((q.unsqueeze(3) @ k.unsqueeze(2).mT).softmax(-1) @ v.unsqueeze(2)).squeeze(3)
+
+
+@row(*floats((M, D), (N, D), (N, D)), program="score = score * 0.25; keep = kv_idx <= b")
+def one_product_for_every_query(q, k, v):
+    s = torch.bmm(q.unsqueeze(1), k.T.expand(M, D, N)).squeeze(1) * 0.25
+    s = s.masked_fill(torch.ones(M, N, dtype=torch.bool).triu(1), -INF)
+    return torch.bmm(s.softmax(-1).unsqueeze(1), v.expand(M, N, D)).squeeze(1)
+
+
+@left(*floats((H, M, D), (H, N, D), (H, N, D)), reason="score-not-pointwise")
+def heads_summed_by_addbmm(q, k, v):
+    return torch.addbmm(q.new_zeros(M, N), q, k.mT, alpha=0.25).softmax(-1) @ v
+
+
+@left(*qkv(), T((M, 1, 1)), reason="operand")
+def keys_scaled_by_query_in_the_batch(q, k, v, scale):
+    keys = k.unsqueeze(2) * scale
+    return (q.unsqueeze(3) @ keys.mT).squeeze(3).softmax(-1) @ v
+
+
 # *** products written as a multiplication and a sum ***
 
 
@@ -331,13 +359,13 @@ def scores_summed_under_no_grad(q, k, v):
     return (s * v.mean()).softmax(-1) @ v
 
 
-@left(*floats((B, M, D), (B, M, N, D), (B, M, N, D)), reason="operand")
+@row(*floats((B, M, D), (B, M, N, D), (B, M, N, D)), program=PLAIN)
 def every_query_has_its_own_keys(q, k, v):
     w = ((q.unsqueeze(2) * k).sum(-1) * 0.25).softmax(-1)
     return (w.unsqueeze(-1) * v).sum(2)
 
 
-@left(*floats((B, M, D), (B, N, D), (B, M, N, D)), reason="operand")
+@row(*floats((B, M, D), (B, N, D), (B, M, N, D)), program=PLAIN)
 def every_query_has_its_own_values(q, k, v):
     return ((q @ k.mT * 0.25).softmax(-1).unsqueeze(-1) * v).sum(2)
 

@@ -151,18 +151,16 @@ def _carries(node: Node, user: Node) -> bool:
 
 
 def _near_miss(twin: Twin, anchor: Node, live: set[Node]) -> Found | None:
-    """A softmax between two products, with something on the way that no attention has, or one product that is none."""
-    after = _path_to_product(anchor, lambda n: [u for u in n.users if u in live], twin.rowwise)
-    before = _path_to_product(anchor, lambda n: n.all_input_nodes, twin.rowwise)
+    """A softmax between two products, with something on the way that no attention has."""
+    after = _path_to_product(anchor, lambda n: [u for u in n.users if u in live])
+    before = _path_to_product(anchor, lambda n: n.all_input_nodes)
     if after is None or before is None:
         return None
     for reason, path in ((Reason.WEIGHT, after[:-1]), (Reason.SCORE, before[:-1])):
         odd = next((n for n in path if table.name_of(n) not in table.TRANSPARENT), None)
         if odd is not None and (reason is Reason.WEIGHT or odd.target not in table.SOFTMAX):  # the other one says it
             return Found(anchor, after[-1], Reject(reason, odd, f"through {table.name_of(odd) or odd.name}"))
-    apart = next((n for n in (before[-1], after[-1]) if n in twin.rowwise), None)
-    own = Reject(Reason.OPERAND, apart, "each row has a matrix of its own, over more than one axis of rows")
-    return None if apart is None else Found(anchor, after[-1], own)
+    return None
 
 
 _TOTALS = frozenset({"sum", "mean", "linalg_vector_norm"})
@@ -216,10 +214,8 @@ def _linear_in(nodes: Iterable[Node]) -> set[Node]:
     return closure(nodes, lambda n: n.all_input_nodes if table.name_of(n) in _LINEAR else ())
 
 
-def _path_to_product(
-    start: Node, following: Callable[[Node], Iterable[Node]], others: Iterable[Node] = ()
-) -> list[Node] | None:
-    """The nodes from `start` to the nearest batched product, or one of the others, `start` left out, the product last."""
+def _path_to_product(start: Node, following: Callable[[Node], Iterable[Node]]) -> list[Node] | None:
+    """The nodes from `start` to the nearest batched product, `start` left out, the product last."""
     came_from: dict[Node, Node] = {start: start}
     queue = [start]
     for node in queue:  # grows while it is walked
@@ -227,7 +223,7 @@ def _path_to_product(
             if n in came_from or table.name_of(n) in table.SHAPE_ONLY:
                 continue
             came_from[n] = node
-            if n.target is table.BMM or n in others:
+            if n.target is table.BMM:
                 path = [n]
                 while came_from[path[-1]] is not start:
                     path.append(came_from[path[-1]])

@@ -202,17 +202,20 @@ def _check_axis(shapes: Shapes, anchor: Node, index: Index, n: Expr) -> None:
 
 
 def _score_operands(shapes: Shapes, product: Node, index: Index, m: Expr, n: Expr) -> _Product:
-    """Any product row that depends on the query but not on the key is a query, and the other way round."""
+    """Any product row that depends on the query but not on the key is a query, and the other way round.
+
+    Queries may be batches of the product instead, as in `q.unsqueeze(-2) @ k.mT.unsqueeze(-3)`, or keys may. Then the
+    other operand has to be one that is expanded along them, which `_operands_of` finds out.
+    """
     left, right = _operands(product)
     folded, first, second = index
-    uses = [{x for x in walk(i) if x in (M, N)} for i in (folded, first, second)]
-    if uses[0]:
-        raise Reject(Reason.SCORE, product, "the product mixes queries or keys with the batch")
+    batch, row, column = ({x for x in walk(i) if x in (M, N)} for i in (folded, first, second))
     queries, keys = {M} if m is not ix.ONE else set(), {N}
-    if uses[1] == queries and uses[2] == keys:
-        return _Product((left, (folded, first, D)), (right, (folded, D, second)))
-    if uses[1] == keys and uses[2] == queries:
-        return _Product((right, (folded, D, second)), (left, (folded, first, D)))
+    if batch != {M, N}:  # else either operand might be the query
+        if (row or batch) == queries and (column or batch) == keys:
+            return _Product((left, (folded, first, D)), (right, (folded, D, second)))
+        if (row or batch) == keys and (column or batch) == queries:
+            return _Product((right, (folded, D, second)), (left, (folded, first, D)))
     raise Reject(Reason.SCORE, product, "the product is not indexed by one query and one key")
 
 

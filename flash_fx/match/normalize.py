@@ -51,6 +51,11 @@ def _addmm(bias: Any, left: Any, right: Any, *, beta: Any = 1, alpha: Any = 1) -
     return _baddbmm(bias, left.unsqueeze(0), right.unsqueeze(0), beta=beta, alpha=alpha).squeeze(0)
 
 
+def _addbmm(bias: Any, left: Any, right: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    total = torch.bmm(left, right).sum(0) * alpha
+    return total if beta == 0 else bias * beta + total
+
+
 def _mv(matrix: Any, vector: Any) -> Any:
     return _mm(matrix, vector.unsqueeze(1)).squeeze(1)
 
@@ -77,6 +82,7 @@ _TRANSLATED = {
 TO_BMM = {
     torch.ops.aten.baddbmm.default: _baddbmm,
     torch.ops.aten.addmm.default: _addmm,
+    torch.ops.aten.addbmm.default: _addbmm,
     torch.ops.aten.mm.default: _mm,
     torch.ops.aten.mv.default: _mv,
 }
@@ -92,8 +98,8 @@ class Twin:
     """`graph` is functional ATen. `history[user_node]` lists (moment, twin node): the value from that moment on.
 
     Moments count the user's nodes in order. `roots` are the values that somebody outside the twin reads: outputs, inputs
-    of leaves, what in-place writes leave in the inputs. `stops` are twin nodes at which eager stops the gradient. `sinks`,
-    `sums` and `rowwise` are filled by `softmax.canonicalise`.
+    of leaves, what in-place writes leave in the inputs. `stops` are twin nodes at which eager stops the gradient. `sinks`
+    and `sums` are filled by `softmax.canonicalise`.
     """
 
     graph: torch.fx.Graph
@@ -104,7 +110,6 @@ class Twin:
     stops: set[Node] = field(default_factory=set)
     origin: dict[Node, Node] = field(default_factory=dict)  # twin node -> user node that computes it
     sums: dict[Node, Node] = field(default_factory=dict)  # value product -> the sum of products that it is part of
-    rowwise: set[Node] = field(default_factory=set)  # sums of products in which every row has a matrix of its own
     sinks: dict[Node, Any] = field(default_factory=dict)  # softmax -> logit of one more term of its denominator
 
     def replace(self, old: Node, new: Node) -> None:

@@ -8,8 +8,7 @@ Works on the twin, before softmax is looked for, and only on scores and on what 
 an axis that both factors carry and that is summed, and for each of them one that the other does not carry. What is carried
 is told by an index that is followed up the views: broadcast, expanded and repeated axes are not.
 
-Queries, or rows of weights, may be a single one, over at most one axis of batches. With two, as where every query has keys
-of its own, the sum is only noted in `twin.rowwise`.
+Queries, or rows of weights, may be a single one: where every query has keys of its own, all queries are batches.
 """
 
 from __future__ import annotations
@@ -82,9 +81,6 @@ def _multiply(twin: Twin, s: _Sum, *, weighs: bool) -> None:
     except UnknownSizeError:
         return
     if axes is None or axes.column is None:
-        return
-    if axes.row is None and len(axes.shared) > 1:
-        twin.rowwise.add(s.node)
         return
     new = _product(Additions(twin, s.node), s, axes)
     twin.take_place(s.node, new, (*s.steps, s.multiplication))
