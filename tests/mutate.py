@@ -119,6 +119,10 @@ MUTANTS = [
         (*KERNELS, "test_bias_of_every_broadcast"),
     ),
     Mutant(
+        "a batch of the matrix beside dQ forgotten", "templates/backward_dq_matrix.py.jinja",
+        "off_gh // H * {{ batches }} + {{ batch }}", "off_gh // H * {{ batches }}", (*KERNELS, "beside_dq"),
+    ),
+    Mutant(
         "causal diagonal", PULL, 'compare("le" if operation == "tril"', 'compare("lt" if operation == "tril"',
         ("tests/match/test_pull.py", "-k", "tril"),
     ),

@@ -25,6 +25,7 @@ from ..score.fill import fill_of
 from ..score.grad import derivative, loads_of
 from . import tuning
 from .facts import batches_share_tiles, needs_residual
+from .matrix import matrix_beside_dq
 from .plan import Gradient, gradients_of
 from .render import is_rendered, load_kernel
 from .small import chunks_of_batches, is_small, sums_of, tile_of
@@ -123,9 +124,12 @@ def backward(
     if sums is not None:
         found[0], found[1], found[2] = run.small(grad_out, sums)
     else:
-        made = run.makes_delta(needs)
+        beside = run.beside_dq(needs)
+        made = beside is None and run.makes_delta(needs)
         rows = run.rows(grad_out, out, lse, known=not made)
-        if needs[0]:
+        if beside is not None:
+            found[0] = run.dq_and_matrix(rows, *beside)
+        elif needs[0]:
             found[0] = run.dq(rows, out if made else None)
         if needs[1] or needs[2]:
             found[1], found[2] = run.dkdv(rows)
@@ -183,13 +187,14 @@ class _Run:
             return {}
         return {"TOP": fill_top(fill.top, self.query, self.key, self.captures, self.sizes)}
 
-    def tile(self, kind: str) -> Tile:
+    def tile(self, kind: str, batches: int = 1) -> Tile:
         limit = shared_memory(self.query.device)
-        tile = tile_for(kind, self.spec, limit, self.longest)
+        tile = tile_for(kind, self.spec, limit, self.longest, batches)
         if kind == "delta" or not self.searches:
             return tile
         lengths = (self.b, self.h, self.hk, self.m, self.n)
-        return tuning.choose(kind, self.spec, lengths, tuning.candidates(kind, self.spec, tile, limit), self._timer(kind))
+        tiles = tuning.candidates(kind, self.spec, tile, limit, batches)
+        return tuning.choose(kind, self.spec, lengths, tiles, self._timer(kind))
 
     def dims(self, tile: Tile) -> dict[str, Any]:
         even_m, even_n = divides(tile.block_m, self.m), divides(tile.block_n, self.n)
@@ -282,6 +287,10 @@ class _Run:
         if kind == "backward_capture":
             floats = [(i, c) for i, c in enumerate(self.captures) if c.is_floating_point()]
             return lambda: [self.capture_gradient(i, c, rows, lse) for i, c in floats]
+        if kind == "backward_dq_matrix":
+            beside = self.beside_dq([True] * 3 + [c.is_floating_point() for c in self.captures])
+            assert beside is not None
+            return lambda: self.dq_and_matrix(rows, *beside)
         return lambda: (self.dq if kind == "backward_dq" else self.dkdv)(rows)
 
     # *** backward passes ***
@@ -328,6 +337,35 @@ class _Run:
             **rows, **made, **self.dims(tile), DQ=dq, **strides("dq", "bhmd", dq),
         )  # fmt: skip
         return dq
+
+    def beside_dq(self, needs: Sequence[bool]) -> tuple[Gradient, int] | None:
+        """The gradient of a matrix that is summed where dQ is, and the batches it is a sum of."""
+        if self.mapped or not needs[0] or _is_empty(self.b, self.h, self.m, self.n):
+            return None
+        numbers = [c for c, needed in enumerate(needs[3:]) if needed]
+        numbers += [i for i, n in self._looked_up() if n.head in numbers]
+        return matrix_beside_dq(self.spec, numbers, self.b, self.h, self.m, shared_memory(self.query.device))
+
+    def dq_and_matrix(self, rows: dict[str, Any], gradient: Gradient, batches: int) -> Tensor:
+        """dQ; the other gradient is kept in `sums`."""
+        dq, capture = gradient_like(self.query), self.captures[gradient.load.head]
+        whole = self._is_whole(gradient, capture)
+        new = self.query.new_empty if self.program.keep is None else self.query.new_zeros  # some tiles are not visited
+        grad = new((self.b // batches, self.h, self.m, self.n), dtype=capture.dtype if whole else torch.float32)
+        tile = self.tile("backward_dq_matrix", batches)
+        self.launch(
+            "backward_dq_matrix", tile, self.b // batches * self.h * cdiv(self.m, tile.block_m), gradient, batches,
+            **rows, **self.dims(tile), DQ=dq, **strides("dq", "bhmd", dq), GRAD=grad,
+        )  # fmt: skip
+        self.sums[gradient] = grad
+        return dq
+
+    def _is_whole(self, gradient: Gradient, capture: Tensor) -> bool:
+        """Is it all of the capture's gradient, element by element?"""
+        number = gradient.load.head
+        in_sink = self.program.sink is not None and number in captures_in(self.program.sink)
+        elsewhere = in_sink or any(n.head == number for _, n in self._looked_up())
+        return len(gradients_of(self.program, number)) == 1 and not elsewhere and self._covers(gradient, capture)
 
     def dkdv(self, rows: dict[str, Any]) -> tuple[Tensor, Tensor]:
         dk, dv = gradient_like(self.key), gradient_like(self.value)
@@ -377,7 +415,7 @@ class _Run:
         gradients = gradients_of(self.program, number)
         looked_up = [(i, n) for i, n in self._looked_up() if n.head == number]
         in_sink = self.program.sink is not None and number in captures_in(self.program.sink)
-        if len(gradients) == 1 and not (in_sink or looked_up) and self._covers(gradients[0], capture):
+        if gradients and self._is_whole(gradients[0], capture):
             return self._place_gradient(gradients[0], rows, capture, capture.dtype).to(capture.dtype)
         total = capture.new_zeros(capture.shape, dtype=torch.float32)
         for gradient in gradients:

@@ -48,6 +48,7 @@ class Phase:
     `linear`  scores are kept as the raw products, `scale` goes into exp2
     `log2`    scores are times log2(e), and lack `row`: see facts.Separated
     `exact`   see Note [Large scores] in the templates; in a backward kernel, that no residual is needed
+    `shared`  statements that all batches of a tile have in common
     """
 
     name: str
@@ -69,6 +70,7 @@ class Phase:
     dscore: str = ""
     dload_score: str = ""
     dload_weight: str = ""
+    shared: list[str] = field(default_factory=list)
 
     @property
     def scale2(self) -> str:
@@ -564,6 +566,24 @@ def backward_dq_context(spec: KernelSpec, makes_delta: bool = False) -> dict[str
     return {**_common(spec), **loops, "makes_delta": makes_delta}
 
 
+def backward_dq_matrix_context(spec: KernelSpec, gradient: Gradient, batches: int) -> dict[str, Any]:
+    """Text of a program that owns the q tiles of several batches of a head, and loops over kv tiles."""
+    of_score, of_load = _score_slopes(spec), _load_slopes(gradient.load)
+    loops = _Loops(spec, lambda p: {**of_score(p), **of_load(p)}, walks=False)
+    outer = Emitter(spec, replace(_ROWS, extra=_TILE_RANGE))
+    outer.hoist(loops.roots(), frozenset({"b", "kv_idx", "score"}))
+    hoisted = outer.take()
+    bounds, phases = _bounds_and_phases(loops, outer, "n", kv_region)
+    for phase in phases:
+        place = _query_major(phase.masked)
+        tile = Emitter(spec, replace(place, score=""), outer)
+        tile.hoist(loops.roots(), frozenset({"b", "score"}))
+        phase.shared = tile.take()
+        loops.emit(phase, Emitter(spec, place, tile))
+    found = {"hoisted": hoisted, "bounds": bounds, "phases": phases, "walks": False}
+    return {**_common(spec), **found, "gradient": gradient, "batches": batches, "keeps": spec.parsed.keep is not None}
+
+
 def backward_dkdv_context(spec: KernelSpec) -> dict[str, Any]:
     # a matrix is only staged in shared memory where the tile has its order
     major = "query" if matrices_of(spec.parsed) else "key"
@@ -617,6 +637,7 @@ CONTEXTS = {
     "delta": delta_context,
     "backward_dkdv": backward_dkdv_context,
     "backward_dq": backward_dq_context,
+    "backward_dq_matrix": backward_dq_matrix_context,
     "backward_capture": backward_capture_context,
     "backward_small": backward_small_context,
     "block_kinds": block_kinds_context,

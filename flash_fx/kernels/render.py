@@ -109,9 +109,18 @@ def _environment() -> Environment:
         keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip
     environment.filters["lines"] = _lines
+    environment.filters["numbered"] = _numbered
     return environment
 
 
 def _lines(lines: list[str], indent: int = 0) -> str:
     """Statements at the indentation of the place where they are inserted."""
     return ("\n" + " " * indent).join(lines) if lines else _NOTHING
+
+
+_OF_A_BATCH = re.compile(r"\b(off_b|row_base|q|do|lse|delta|residual|dq)\b")
+
+
+def _numbered(text: str, batch: int) -> str:
+    """Kernel text that several batches have in common, as that of one of them: what it keeps over a loop gets its number."""
+    return _OF_A_BATCH.sub(rf"\1_{batch}", text)

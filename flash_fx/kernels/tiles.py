@@ -48,6 +48,7 @@ _HALF = {
     "decode": [(128, Tile(16, 64, 4, 3)), (256, Tile(16, 32, 4, 3)), (512, Tile(16, 32, 4, 2))],
     "backward_dkdv": [(64, Tile(64, 64, 4, 3)), (128, Tile(64, 128, 8, 3)), (256, Tile(64, 64, 8, 1)), (512, Tile(32, 32, 8, 1))],
     "backward_dq": [(64, Tile(128, 64, 8, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 1)), (512, Tile(32, 32, 8, 1))],
+    "backward_dq_matrix": [(128, Tile(128, 64, 8, 3)), (256, Tile(128, 32, 8, 2))],
     "backward_capture": [
         (64, Tile(64, 64, 4, 3)), (128, Tile(64, 64, 4, 1)), (256, Tile(64, 64, 8, 1)), (512, Tile(32, 32, 8, 1)),
     ],
@@ -71,6 +72,7 @@ _FULL = {
     "decode": [(128, Tile(16, 32, 4, 2)), (256, Tile(16, 32, 8, 1))],
     "backward_dkdv": [(64, Tile(32, 32, 8, 1)), (128, Tile(32, 32, 8, 1)), (256, Tile(16, 16, 8, 1))],
     "backward_dq": [(64, Tile(32, 32, 8, 1)), (128, Tile(32, 32, 8, 1)), (256, Tile(16, 16, 8, 1))],
+    "backward_dq_matrix": [(256, Tile(64, 32, 8, 1))],
     "backward_capture": [(64, Tile(32, 32, 8, 1)), (128, Tile(32, 32, 8, 1)), (256, Tile(16, 16, 8, 1))],
     "delta": [(64, Tile(32, 32, 4, 1)), (128, Tile(32, 32, 8, 1)), (256, Tile(16, 16, 8, 1))],
 }
@@ -80,22 +82,28 @@ _TF32 = {
     "decode": [(128, Tile(16, 64, 4, 2)), (256, Tile(16, 32, 4, 2))],
     "backward_dkdv": [(64, Tile(64, 64, 8, 1)), (128, Tile(32, 64, 8, 1)), (256, Tile(32, 32, 8, 1))],
     "backward_dq": [(64, Tile(64, 64, 8, 1)), (128, Tile(64, 32, 8, 1)), (256, Tile(32, 32, 8, 1))],
+    "backward_dq_matrix": [(128, Tile(64, 64, 8, 1)), (256, Tile(64, 32, 8, 1))],
     "backward_capture": [(64, Tile(64, 64, 8, 1)), (128, Tile(32, 32, 4, 1)), (256, Tile(32, 32, 8, 1))],
     "delta": [(64, Tile(64, 64, 4, 1)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1))],
 }
 
 
-def tile_for(kind: str, spec: KernelSpec, shared_limit: int = HOPPER_SHARED, longest: int = UNKNOWN) -> Tile:
-    """The tile of a kernel on a device with `shared_limit` bytes of shared memory per program; `longest` of M and N."""
+def tile_for(
+    kind: str, spec: KernelSpec, shared_limit: int = HOPPER_SHARED, longest: int = UNKNOWN, batches: int = 1
+) -> Tile:
+    """The tile of a kernel on a device with `shared_limit` bytes of shared memory per program.
+
+    `longest` of M and N; a program of `batches` of them holds what one does of as many times the head dim.
+    """
     if _OVERRIDE and (not _OVERRIDE[-1][1] or kind in _OVERRIDE[-1][1]):
         return _OVERRIDE[-1][0]
     if spec.interpret:
         return Tile(32, 32, 4, 1)
-    width = padded(max(spec.d, spec.dv))
+    width = padded(max(spec.d, spec.dv)) * batches
     tile = _short(kind, spec, width, longest) or next(t for greatest, t in rows_of(kind, spec) if width <= greatest)
     if longest <= 64 < tile.block_m:
         tile = replace(tile, block_m=64, num_warps=4)
-    return fit(kind, spec, tile, shared_limit)
+    return fit(kind, spec, tile, shared_limit, batches)
 
 
 def is_overridden() -> bool:
@@ -119,9 +127,9 @@ def _short(kind: str, spec: KernelSpec, width: int, longest: int) -> Tile | None
     return next((t for greatest, t in _SHORT.get(kind, []) if longest <= greatest), None)
 
 
-def fit(kind: str, spec: KernelSpec, tile: Tile, shared_limit: int) -> Tile:
+def fit(kind: str, spec: KernelSpec, tile: Tile, shared_limit: int, batches: int = 1) -> Tile:
     """Fewer stages, then smaller blocks, until the estimate fits."""
-    while shared_bytes(kind, spec, tile) > shared_limit:
+    while shared_bytes(kind, spec, tile, batches) > shared_limit:
         if tile.num_stages > 1:
             tile = replace(tile, num_stages=tile.num_stages - 1)
         elif tile.block_n > 16:
@@ -133,10 +141,10 @@ def fit(kind: str, spec: KernelSpec, tile: Tile, shared_limit: int) -> Tile:
     return tile
 
 
-def shared_bytes(kind: str, spec: KernelSpec, tile: Tile) -> int:
+def shared_bytes(kind: str, spec: KernelSpec, tile: Tile, batches: int = 1) -> int:
     """Estimate: what stays for the whole loop, and what each stage of the loop loads."""
     size = 4 if spec.dtype == "float32" else 2
-    both = padded(spec.d) + padded(spec.dv)
+    both = (padded(spec.d) + padded(spec.dv)) * batches
     score = tile.block_m * tile.block_n
     loads = sum(2 if spec.captures[i].dtype.endswith("16") else 4 for i in matrices_of(spec.parsed)) * score
     if kind == "backward_dkdv":

@@ -34,14 +34,14 @@ _ACCUMULATED = 160  # float32 numbers of the result that each thread holds; more
 Timer = Callable[[Tile], float]
 
 
-def candidates(kind: str, spec: KernelSpec, default: Tile, shared_limit: int) -> list[Tile]:
+def candidates(kind: str, spec: KernelSpec, default: Tile, shared_limit: int, batches: int = 1) -> list[Tile]:
     """Tiles worth trying, the default first: all that the table has for this dtype, and combinations that fit."""
-    width = padded(max(spec.d, spec.dv))
+    width = padded(max(spec.d, spec.dv)) * batches
 
     def runs(tile: Tile) -> bool:
-        return shared_bytes(kind, spec, tile) <= shared_limit and _accumulated(kind, tile, width) <= _ACCUMULATED
+        return shared_bytes(kind, spec, tile, batches) <= shared_limit and _accumulated(kind, tile, width) <= _ACCUMULATED
 
-    listed = [fit(kind, spec, t, shared_limit) for greatest, t in rows_of(kind, spec) if width <= 2 * greatest]
+    listed = [fit(kind, spec, t, shared_limit, batches) for greatest, t in rows_of(kind, spec) if width <= 2 * greatest]
     blocks = () if spec.dtype == "float32" else _DECODE if kind == "decode" else _BLOCKS
     made = [Tile(*block, stages) for block, stages in product(blocks, _STAGES)]
     return list(dict.fromkeys([default, *listed, *filter(runs, made)]))

@@ -8,13 +8,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flash_fx.kernels import launch, tiles, tuning
+from flash_fx.kernels import launch, matrix, tiles, tuning
 from flash_fx.kernels.tiles import tile_for
 from flash_fx.score.evaluate import reference
 from flash_fx.score.text import parse
 
 pytestmark = pytest.mark.gpu
-KINDS = ("forward", "decode", "backward_dq", "backward_dkdv", "backward_capture")
+KINDS = ("forward", "decode", "backward_dq", "backward_dkdv", "backward_capture", "backward_dq_matrix")
 PROGRAM = parse("score = score * 0.125 + c0[h, q_idx, kv_idx]; keep = kv_idx <= q_idx + 330")
 EPS = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23}
 
@@ -42,12 +42,17 @@ def ours(kind, dtype, d):
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("dtype", EPS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_tile(kind, dtype, d):
+def test_every_tile(kind, dtype, d, monkeypatch):
+    batches = 2 if kind == "backward_dq_matrix" else 1
+    if batches * d > matrix.MOST:
+        pytest.skip("stays apart")
+    monkeypatch.setattr(matrix, "FEWEST", 0)
+    monkeypatch.setattr(matrix, "MOST", matrix.MOST if batches > 1 else 0)
     q, _, v, bias, _ = operands(kind, dtype, d)
     spec = launch.make_spec(q, v, [bias], 0, PROGRAM)
     limit = launch.shared_memory(q.device)
     wanted = gold(kind, dtype, d, torch.float64)
-    kernels = tuning.candidates(kind, spec, tile_for(kind, spec, limit), limit)
+    kernels = tuning.candidates(kind, spec, tile_for(kind, spec, limit, batches=batches), limit, batches)
     ran = []
     for tile in kernels:
         with tiles.override(tile, kind):
@@ -67,7 +72,8 @@ def test_every_tile(kind, dtype, d):
     print(f"{kind} {dtype} {d}: {len(ran)} of {len(kernels)} tiles")
 
 
-def test_a_search_on_the_gpu(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("heads", "kinds"), [(4, {"backward_dq", "backward_capture"}), (16, {"backward_dq_matrix"})])
+def test_a_search_on_the_gpu(heads, kinds, monkeypatch, tmp_path):
     """mode="max-autotune" end to end, with Inductor's own searches left out."""
     import flash_fx
     from flash_fx import compat
@@ -77,14 +83,14 @@ def test_a_search_on_the_gpu(monkeypatch, tmp_path):
 
     monkeypatch.setenv("FLASH_FX_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compat, "searches_for_the_fastest", lambda: True)
-    args = [torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in [(2, 4, 512, 64)] * 3]
-    args.append(torch.randn(4, 512, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True))
+    args = [torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in [(2, heads, 512, 64)] * 3]
+    args.append(torch.randn(heads, 512, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True))
     torch._dynamo.reset()
     out = torch.compile(attention, backend=flash_fx)(*args)
     grads = torch.autograd.grad(out.sum(), args)
     (path,) = tmp_path.glob("tiles_*.json")
     print(path.read_text())
-    assert {line.split()[0] for line in tuning._recall(path)} == set(KINDS) - {"decode"}
+    assert {line.split()[0] for line in tuning._recall(path)} == kinds | {"forward", "backward_dkdv"}
     wanted = attention(*(a.double() for a in args))
     torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
     assert all(g.isfinite().all() for g in grads)

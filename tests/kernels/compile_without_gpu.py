@@ -36,13 +36,16 @@ _INTEGERS = {
     "B", "H", "G", "M", "N", "NUM_BH", "NUM_BK", "CHUNKS", "SPLIT", "SPLITS", "ROWS", "COLS",
     "stride_lb", "stride_lh", "stride_row", "stride_col",
 }  # fmt: skip
+OF_A_GRADIENT = ("backward_capture", "backward_small", "backward_dq_matrix")
+BATCHES = 4  # that share a matrix
 UNTILED = ("combine", "block_kinds", "block_lists")
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 
 
 def build(template: str, spec: KernelSpec, target: str, tile: Tile | None = None, even: bool = True) -> Any:
     """The compiled kernel, with the last strides 1 and everything else a multiple of 16."""
-    context = gradients_of(spec.parsed, 0)[:1] if template in ("backward_capture", "backward_small") else []
+    context: list[Any] = gradients_of(spec.parsed, 0)[:1] if template in OF_A_GRADIENT else []
+    context += [BATCHES] if template == "backward_dq_matrix" else []
     kernel = load_kernel(template, spec, *context)
     tile = tile or _tile(template, spec, SHARED[target])
     constants: dict[str, Any] = {
@@ -65,7 +68,8 @@ def build(template: str, spec: KernelSpec, target: str, tile: Tile | None = None
 def _tile(template: str, spec: KernelSpec, shared: int) -> Tile:
     if template == "backward_small":
         return tile_of(SMALL, SMALL, bool(spec.captures))
-    return Tile(32, 128, 4, 1) if template in UNTILED else tile_for(template, spec, shared)
+    batches = BATCHES if template == "backward_dq_matrix" else 1
+    return Tile(32, 128, 4, 1) if template in UNTILED else tile_for(template, spec, shared, batches=batches)
 
 
 def _type(name: str, spec: KernelSpec, constants: dict[str, Any]) -> str:

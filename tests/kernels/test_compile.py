@@ -54,6 +54,9 @@ JOBS["sm_90 matrix backward_dkdv"] = [
     "backward_dkdv", "score = score * 0.125 + c0[0, h, q_idx, kv_idx]", [["bfloat16", 4]], "bfloat16", 64, "sm_90",
 ]  # fmt: skip
 for target in TARGETS:
+    JOBS[f"{target} matrix backward_dq_matrix"] = [
+        "backward_dq_matrix", BIAS.replace("c1[b, kv_idx] & ", ""), FACTS, "bfloat16", 64, target,
+    ]  # fmt: skip
     JOBS[f"{target} window backward_small"] = [
         "backward_small", "score = score * 0.125 + c0[h, q_idx, kv_idx]; drop = 0.1", [["bfloat16", 3]], "bfloat16", 32, target,
     ]  # fmt: skip

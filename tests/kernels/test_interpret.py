@@ -17,9 +17,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1: run `pytest tests/kernels` on its own", allow_module_level=True)
 pytest.importorskip("triton")
 
-from flash_fx.kernels import launch, tiles
+from flash_fx.kernels import launch, matrix, tiles
 from flash_fx.kernels.facts import separated
 from flash_fx.kernels.plan import DRAWS
+from flash_fx.kernels.spec import CaptureFact, KernelSpec
 from flash_fx.kernels.tiles import Tile
 from flash_fx.score.evaluate import reference
 from flash_fx.score.text import parse
@@ -102,6 +103,18 @@ def check(
     )  # fmt: skip
 
 
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of a matrix by a kernel of its own, as where many batches share it."""
+    monkeypatch.setattr(matrix, "MOST", 0)
+
+
+@pytest.fixture(params=["beside dQ", "apart"])
+def either_way(request: pytest.FixtureRequest) -> None:
+    if request.param == "apart":
+        request.getfixturevalue("apart")
+
+
 def randn(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
@@ -163,6 +176,7 @@ BIASES = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("index", BIASES)
 def test_bias_of_every_broadcast(index: str) -> None:
     check(f"score = score * 0.3 + c0[{index}]" if index else "score = score * 0.3 + c0", [randn(*BIASES[index])])
@@ -179,6 +193,7 @@ COMPOSED = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("index", COMPOSED)
 def test_gradient_at_a_computed_index(index: str) -> None:
     shape, tile = Shape(b=4, d=8, dv=8), Tile(32, 32, 4, 1)
@@ -197,6 +212,7 @@ TABLES = {
 }
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("text", TABLES)
 def test_gradient_of_tables_gathered_before_the_kernels(text: str) -> None:
     shape, positions = TABLES[text]
@@ -226,6 +242,7 @@ DIAGONALS = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("load", DIAGONALS)
 def test_gradient_along_diagonals(load: str) -> None:
     check(f"score = score * 0.3 + {load}", [randn(*DIAGONALS[load])], Shape(d=8, dv=8), sizes=[16])
@@ -251,13 +268,58 @@ def test_gradient_at_a_computed_index_under_a_mask_and_dropout() -> None:
     torch.testing.assert_close(ours[-1], every[-1].view(2, 2, 17, 33).sum(1))
 
 
+@pytest.mark.usefixtures("either_way")
 def test_causal_bias_leaves_zeros_where_no_tile_is_visited() -> None:
     shape = Shape(m=40, n=40)
     check("score = score + c0[h, q_idx, kv_idx]; keep = kv_idx <= q_idx", [randn(2, 40, 40)], shape)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_half_bias_in_a_half_program() -> None:
     check("score = score + c0[h, q_idx, kv_idx]", [randn(2, 17, 33).half()], Shape(b=1), torch.float16)
+
+
+MATRICES = {
+    "tanh(score * 0.3 + c0[h, q_idx, kv_idx]) * 3.0; weight = c0[1, q_idx, kv_idx]; drop = 0.25": Shape(b=3, h=4, hk=2),
+    "score * c0[b, h, q_idx, kv_idx]; keep = kv_idx <= q_idx + 5; sink = c1[h]": Shape(b=2, h=4, hk=2, m=40),
+    "score * 0.3 + c0[q_idx, kv_idx]; keep = (kv_idx <= q_idx + 9) & (kv_idx >= q_idx - 3)": Shape(b=4, h=1, hk=1, m=50, dv=24),
+    "score * 0.3 + c0[h, q_idx, kv_idx] + c2[b, h, q_idx, kv_idx]": Shape(b=2, m=40),
+}
+
+
+@pytest.mark.parametrize("text", MATRICES)
+@pytest.mark.parametrize("tile", [SMALL, Tile(32, 16, 4, 1)], ids=["16x16", "32x16"])
+def test_a_matrix_beside_dq_is_what_it_is_apart(text: str, tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel or two: the same terms, whatever else the program holds."""
+    shape, program = MATRICES[text], parse(f"score = {text}")
+    leading = {"c0[h": (shape.h,), "c0[b": (shape.b, shape.h), "c0[q": ()}[text[text.index("c0[") :][:4]]
+    captures = [randn(*leading, shape.m, shape.n), randn(shape.h), randn(shape.b, shape.h, shape.m, shape.n)]
+    tensors, seed = operands(shape, torch.float32), torch.tensor([1, 2]) if program.drop else None
+    with tiles.override(tile):
+        beside = kernels(tensors, captures, [], program, seed)
+        used: list[int] = []
+        monkeypatch.setattr(launch, "matrix_beside_dq", lambda *_: used.append(1))
+        apart = kernels(tensors, captures, [], program, seed)
+    assert used
+    for a, b in zip(beside, apart, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_a_matrix_goes_beside_dq_where_few_batches_share_it() -> None:
+    def chosen(text: str, b=4, h=16, m=1024, d=64, shared=tiles.HOPPER_SHARED) -> int | None:
+        facts = (CaptureFact("bfloat16", 3), CaptureFact("bfloat16", 4))
+        found = matrix.matrix_beside_dq(KernelSpec(f"score = {text}", facts, "bfloat16", d, d), [0, 1], b, h, m, shared)
+        return None if found is None else found[1]
+
+    assert chosen("score + c0[h, q_idx, kv_idx]") == 4
+    assert chosen("score + c1[b, h, q_idx, kv_idx]", b=1000) == 1
+    assert chosen("score + c0[h, q_idx, kv_idx]", b=8) is None and chosen("score + c0[h, q_idx, kv_idx]", d=128) is None
+    assert chosen("score + c0[h, q_idx, kv_idx]", m=256) is None  # too few programs
+    assert chosen("score + c0[h, q_idx, kv_idx]", shared=16 * 1024) is None
+    assert chosen("score + c0[q_idx, kv_idx, 0]") is None and chosen("score + c0[q_idx, kv_idx, 0]", h=1, m=8192) == 4
+    assert chosen("score + c1[b // 2, h, q_idx, kv_idx]") is None and chosen("score + c0[h, 0, kv_idx]") is None
+    assert chosen("score + c0[h, q_idx, kv_idx]; keep = kv_idx < b") is None  # each batch has other tiles to walk over
+    assert chosen("where(kv_idx <= q_idx, score + c0[h, q_idx, kv_idx], -1e9)") is None
 
 
 def test_expanded_and_transposed_captures() -> None:
@@ -481,6 +543,7 @@ def test_sizes_of_zero() -> None:
         assert lse.shape == out.shape[:3] and dk.isfinite().all() and dv.isfinite().all()
 
 
+@pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("index", ["h, q_idx, kv_idx", "0, q_idx, kv_idx", "b // 2, q_idx, kv_idx"])
 def test_sums_over_many_batches_are_shared_out(index: str) -> None:
     """Windows: one tile, many batches. The sum of all their gradients is cut into chunks."""

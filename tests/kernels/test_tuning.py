@@ -14,7 +14,7 @@ from flash_fx.kernels.spec import KernelSpec
 from flash_fx.kernels.tiles import HOPPER_SHARED, Tile, shared_bytes, tile_for
 
 SPEC = KernelSpec("score = score * 0.125", (), "bfloat16", 64, 64)
-KINDS = ("forward", "decode", "backward_dq", "backward_dkdv", "backward_capture")
+KINDS = ("forward", "decode", "backward_dq", "backward_dkdv", "backward_capture", "backward_dq_matrix")
 LENGTHS = (2, 4, 4, 1000, 1000)
 TILES = [Tile(64, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 32, 4, 4)]
 
