@@ -12,7 +12,7 @@ from .errors import NothingFusedError, OptionError
 from .fingerprint import uuid
 from .graph_pass import run_pass
 from .match.normalize import may_mutate
-from .options import INNER_BACKENDS, Options
+from .options import DEFAULT, INNER_BACKENDS, Options
 
 
 def make_backend(inner: str = "inductor", strict: bool = False, **options: Any) -> Callable:
@@ -46,7 +46,7 @@ class Backend:
         options: dict | None = None,
         **kwargs: Any,
     ) -> Callable:
-        report = run_pass(gm)
+        report = run_pass(gm, self.options)
         if self.options.strict and report.fused == 0:
             raise NothingFusedError(_explain_nothing(report))
         if self.inner != "inductor":
@@ -72,4 +72,4 @@ def _explain_nothing(report: Any) -> str:
     return f"strict=True, but no attention was fused in a compiled graph. {found}"
 
 
-flash_fx = Backend("inductor", Options())
+flash_fx = Backend("inductor", DEFAULT)

@@ -1,7 +1,8 @@
-"""The forward of what is exactly scaled_dot_product_attention, by cuDNN's kernel for Hopper.
+"""What is exactly scaled_dot_product_attention, by cuDNN's kernels for Hopper.
 
-It overlaps the exponentials with the matrix products, which plain Triton cannot say. Its LSE is the one our backward
-reads, so gradients stay deterministic. `torch.backends.cuda.enable_cudnn_sdp(False)` turns it off, as for PyTorch's own.
+They overlap the exponentials with the matrix products, which plain Triton cannot say. The forward's LSE is the one that
+our backward reads, so gradients stay deterministic; cuDNN's backward, which is not, runs where the user allows it.
+`torch.backends.cuda.enable_cudnn_sdp(False)` turns both off, as for PyTorch's own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
+from .layout import gradient_like
 from .score.expr import Program
 from .score.plain import causal_and_scale
 
@@ -67,3 +69,20 @@ def forward(
     out, lse, *_ = kernel(query, key, value, None, True, 0.0, causal, scale=scale)
     out = out.transpose(1, 2).contiguous().transpose(1, 2) if bmhd else out.contiguous()
     return out, lse.squeeze(-1)
+
+
+def backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> list[Tensor]:
+    """Gradients of query, key and value, laid out as `gradient_like` says; lse [B, H, M]. Sums come in any order."""
+    kernel = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    unread = torch.zeros((), dtype=torch.int64, device=query.device)  # the seed and the offset of dropout
+    found = kernel(
+        grad_out, query, key, value, out, lse.unsqueeze(-1), unread, unread, None, None, None,
+        query.shape[2], key.shape[2], 0.0, causal, scale=scale,
+    )  # fmt: skip
+    return [_laid_out(g, gradient_like(t)) for g, t in zip(found, (query, key, value))]
+
+
+def _laid_out(gradient: Tensor, wanted: Tensor) -> Tensor:
+    return gradient if gradient.stride() == wanted.stride() else wanted.copy_(gradient)

@@ -22,9 +22,9 @@ from .report import Report, publish
 from .rewriting import rewrite_graph
 
 
-def run_pass(gm: torch.fx.GraphModule) -> Report:
+def run_pass(gm: torch.fx.GraphModule, options: Options) -> Report:
     """Rewrite a captured graph in place and publish the report to open recordings."""
-    report = rewrite_graph(gm)
+    report = rewrite_graph(gm, options)
     publish(report)
     return report
 
@@ -44,7 +44,7 @@ class FlashAttentionPass(CustomGraphPass):
             self.then(graph)
         gm = graph.owning_module
         if gm is not None and any(n.meta and example_value(n) is not None for n in graph.nodes):
-            publish(rewrite_graph(gm))
+            run_pass(gm, self.options)
 
     def uuid(self) -> Any:
         """None (nothing may be cached) where the chained pass has no uuid of its own."""

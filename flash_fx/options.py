@@ -18,10 +18,14 @@ class Options:
     `inductor_patterns`  leave Inductor's own attention patterns on. They are off by default: after this pass only graphs
                          that must be left alone still hold a softmax between two products, and on those some of the
                          patterns give wrong results (softmax over another axis, an ignored divisor).
+    `deterministic`      gradients have the same bits every time. False lets cuDNN compute those of what is exactly
+                         scaled_dot_product_attention on Hopper: about a fifth faster, with sums in any order.
+                         `torch.use_deterministic_algorithms(True)` has the last word.
     """
 
     strict: bool = False
     inductor_patterns: bool = False
+    deterministic: bool = True
 
     @classmethod
     def make(cls, **values: Any) -> Options:
@@ -33,3 +37,6 @@ class Options:
             if not isinstance(value, bool):
                 raise OptionError(f"option {key!r} must be True or False, got {value!r}")
         return cls(**values)
+
+
+DEFAULT = Options()

@@ -11,6 +11,7 @@ import logging
 import operator
 import re
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from .match.normalize import (
 )
 from .match.shapes import Shapes
 from .match.site import Operand, Site
+from .options import DEFAULT, Options
 from .placing import Placement, place
 from .reject import Reason, Reject
 from .report import Report, SiteReport
@@ -48,16 +50,24 @@ _SHAPED = {
 _REEMIT = table.TRANSPARENT | table.GENERATORS | table.SHAPE_ONLY | table.LOOKUPS
 
 
-def rewrite_graph(gm: GraphModule) -> Report:
+@dataclass
+class _Shared:
+    """What all sites of a graph have in common."""
+
+    options: Options
+    maps: dict[Hashable, Node] = field(default_factory=dict)  # block maps that were made
+
+
+def rewrite_graph(gm: GraphModule, options: Options = DEFAULT) -> Report:
     """Rewrite a graph whose nodes carry fakes, and the graphs of its higher-order ops, in place."""
     report = Report()
     for _, module in gm.named_modules():
         if isinstance(module, GraphModule) and has_softmax(module.graph):
-            report.extend(_rewrite_one(module))
+            report.extend(_rewrite_one(module, options))
     return report
 
 
-def _rewrite_one(gm: GraphModule) -> Report:
+def _rewrite_one(gm: GraphModule, options: Options) -> Report:
     try:
         twin, found = _analyse(gm)
     except Reject as r:
@@ -71,10 +81,10 @@ def _rewrite_one(gm: GraphModule) -> Report:
         )
     report = Report()
     sources: list[Node] = []  # what the replaced nodes were computed from
-    maps: dict[Hashable, Node] = {}  # block maps that were made
+    shared = _Shared(options)
     fused = False
     for group in _groups(twin, found):
-        described = _apply(gm, twin, group, sources, maps)
+        described = _apply(gm, twin, group, sources, shared)
         report.sites += described
         fused = fused or described[0].status == "fused"
     if fused:
@@ -134,13 +144,13 @@ def _groups(twin: Twin, found: list[Found]) -> list[list[Found]]:
 
 
 def _apply(
-    gm: GraphModule, twin: Twin, group: list[Found], sources: list[Node], maps: dict[Hashable, Node]
+    gm: GraphModule, twin: Twin, group: list[Found], sources: list[Node], shared: _Shared
 ) -> list[SiteReport]:
     rejected = next((f.verdict for f in group if isinstance(f.verdict, Reject)), None)
     sites = [f.verdict for f in group if isinstance(f.verdict, Site)]
     if rejected is None:
         try:
-            sources += _replace(gm, twin, sites, maps)
+            sources += _replace(gm, twin, sites, shared)
             return [_describe_fused(twin, s) for s in sites]
         except Reject as r:
             rejected = r
@@ -154,14 +164,14 @@ def _apply(
 # *** one site, or several that are added up ***
 
 
-def _replace(gm: GraphModule, twin: Twin, sites: list[Site], maps: dict[Hashable, Node]) -> list[Node]:
+def _replace(gm: GraphModule, twin: Twin, sites: list[Site], shared: _Shared) -> list[Node]:
     """Put the operator in the place of the value product; returns what the product was computed from."""
     product = sites[0].product
     target, result = _result_node(twin, twin.sums.get(product, product))
     if compat.is_wrapper(value := example_value(target)):
         raise Reject(Reason.OPERAND, target, f"it is a {type(value).__name__}")
     with gm.graph.inserting_before(target):
-        new = _emit(gm, twin, sites, target, result, maps)
+        new = _emit(gm, twin, sites, target, result, shared)
     new.meta.update({k: v for k, v in target.meta.items() if k != "example_value"})
     if "example_value" in target.meta:
         new.meta["example_value"] = target.meta["example_value"]
@@ -189,12 +199,12 @@ def _result_node(twin: Twin, product: Node) -> tuple[Node, Node]:
 
 
 def _emit(
-    gm: GraphModule, twin: Twin, sites: list[Site], target: Node, result: Node, maps: dict[Hashable, Node]
+    gm: GraphModule, twin: Twin, sites: list[Site], target: Node, result: Node, shared: _Shared
 ) -> Node:
     """The nodes of the sites before `target`. Nothing is left behind when a Reject is raised."""
     new: list[Node] = []
     try:
-        emitters = [_Emitter(gm, twin, site, target, new, maps) for site in sites]
+        emitters = [_Emitter(gm, twin, site, target, new, shared) for site in sites]
         if len(emitters) == 1:
             return emitters[0].emit(result)
         products = {e.site.product: e.emit(e.site.product) for e in emitters}
@@ -207,16 +217,16 @@ def _emit(
 
 
 class _Emitter:
-    """Writes the nodes of one site before `target`, and lists them in `new`; `maps` are shared by the whole graph."""
+    """Writes the nodes of one site before `target`, and lists them in `new`."""
 
     def __init__(
-        self, gm: GraphModule, twin: Twin, site: Site, target: Node, new: list[Node], maps: dict[Hashable, Node]
+        self, gm: GraphModule, twin: Twin, site: Site, target: Node, new: list[Node], shared: _Shared
     ) -> None:
         self.gm, self.graph, self.twin, self.site, self.target = gm, gm.graph, twin, site, target
         self.moment = twin.order[target]
         self.live = twin.live_at(self.moment)
         self.made: dict[Node, Node] = {}
-        self.new, self.maps = new, maps
+        self.new, self.shared = new, shared
 
     def emit(self, result: Node) -> Node:
         site = self.site
@@ -226,7 +236,9 @@ class _Emitter:
         sizes = [self._size(s) for s in site.sizes]
         seed = self._seed() if site.program.drop else None
         bmhd = placement.memory == "bmhd"
-        blocks = self._block_lists(query, key, captures, sizes)
+        blocks: list[Any] = self._block_lists(query, key, captures, sizes)
+        if not self.shared.options.deterministic:
+            blocks = [*blocks, None, None][:2] + [False]
         call = self._call(
             torch.ops.flash_fx.attention.default,
             query,
@@ -286,13 +298,13 @@ class _Emitter:
         if mask is None:
             return []
         identity = block_maps.identity(self.site, mask)
-        made = self.maps.get(identity)
+        made = self.shared.maps.get(identity)
         if made is None or made._erased or not made < self.target:
             query, key, *read = (
                 self._call(aten.detach.default, n) for n in (query, key, *(captures[i] for i in mask.captures))
             )
             made = self._call(torch.ops.flash_fx.block_map.default, query, key, read, sizes, str(mask.program))
-            self.maps[identity] = made
+            self.shared.maps[identity] = made
         return [self._call(operator.getitem, made, i) for i in range(2 if self._wants_gradient() else 1)]
 
     def value(self, node: Node) -> Node:

@@ -2,7 +2,7 @@
 
     attention(
         query [B, H, M, D], key [B, Hk, N, D], value [B, Hk, N, Dv], captures, sizes, seed, program, bmhd,
-        kv_blocks, q_blocks,
+        kv_blocks, q_blocks, deterministic,
     ) -> (out [B, H, M, Dv], lse [B, H, M] float32)
     block_map(query, key, captures, sizes, program) -> (kv_blocks, q_blocks)
 
@@ -72,6 +72,7 @@ def _attention(
     bmhd: bool,
     kv_blocks: Tensor | None = None,
     q_blocks: Tensor | None = None,
+    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor]:
     if not uses_triton(query.device):
         return torch.ops.flash_fx.tiled_attention(query, key, value, captures, sizes, seed, program, bmhd)
@@ -98,11 +99,15 @@ def _attention_backward(
     needs: Sequence[bool],
     kv_blocks: Tensor | None = None,
     q_blocks: Tensor | None = None,
+    deterministic: bool = True,
 ) -> list[Tensor]:
     if not uses_triton(query.device):
         return torch.ops.flash_fx.tiled_attention_backward(
             grad_out, query, key, value, captures, sizes, seed, out, lse, program, needs
         )
+    plain = None if deterministic else cudnn_sdpa.plain_attention(query, key, value, _program(program))
+    if plain is not None and all(needs):
+        return cudnn_sdpa.backward(grad_out, query, key, value, out, lse, *plain)
     from ..kernels import launch
 
     grads = launch.backward(
@@ -221,11 +226,13 @@ def _block_map_shapes(query: Tensor, key: Tensor, captures: Any, sizes: Any, pro
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, captures, sizes, seed, program, _, kv_blocks, q_blocks = inputs
+    query, key, value, captures, sizes, seed, program, _, kv_blocks, q_blocks, deterministic = inputs
     out, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.save_for_backward(query, key, value, out, lse, seed, kv_blocks, q_blocks, *captures)
     ctx.sizes, ctx.program = sizes, program
+    ctx.deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    ctx.arguments = _given(kv_blocks, q_blocks, deterministic)
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple:
@@ -235,12 +242,17 @@ def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple:
     needs = [n and t.is_floating_point() for n, t in zip(needs, (query, key, value, *captures), strict=True)]
     grads = iter(
         torch.ops.flash_fx.attention_backward(
-            grad_out, query, key, value, captures, ctx.sizes, seed, out, lse, ctx.program, needs, kv_blocks, q_blocks
+            grad_out, query, key, value, captures, ctx.sizes, seed, out, lse, ctx.program, needs, kv_blocks, q_blocks,
+            ctx.deterministic,
         )
-    )
+    )  # fmt: skip
     found = [next(grads) if n else None for n in needs]
-    rest = [None for blocks in (kv_blocks, q_blocks) if blocks is not None]  # the dispatcher drops defaults at the end
-    return found[0], found[1], found[2], found[3:], None if ctx.sizes else [], None, None, None, *rest
+    return found[0], found[1], found[2], found[3:], None if ctx.sizes else [], None, None, None, *[None] * ctx.arguments
+
+
+def _given(kv_blocks: Tensor | None, q_blocks: Tensor | None, deterministic: bool) -> int:
+    """How many of the last arguments autograd counts: the dispatcher drops defaults at the end."""
+    return 3 if not deterministic else 2 if q_blocks is not None else int(kv_blocks is not None)
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)

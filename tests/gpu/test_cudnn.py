@@ -100,3 +100,38 @@ def test_the_compiled_graph_calls_it_and_gradients_repeat():
     names = " ".join(e.key for e in profile.key_averages())
     assert "flash_fx_forward" not in names and "flash_fx_backward_dq" in names
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+def test_the_backward_too_where_gradients_need_not_repeat(d, causal, heads):
+    def attention(q, k, v):
+        groups = q.shape[2] // k.shape[2]
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
+        scores = q @ k.mT * d**-0.5
+        if causal:
+            scores = scores.masked_fill(torch.ones(512, 512, device="cuda", dtype=torch.bool).triu(1), -torch.inf)
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    h, hk = heads
+    args = [randn(2, 512, n, d, dtype=HALF) for n in (h, hk, hk)]
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, backend=flash_fx.make_backend(deterministic=False))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        out = compiled(*args)
+        g = torch.randn_like(out)
+        found = torch.autograd.grad(out, args, g)
+    assert "flash_fx" not in " ".join(e.key for e in profile.key_averages())
+    exact = [a.detach().double().requires_grad_() for a in args]
+    wanted = torch.autograd.grad(attention(*exact), exact, g.double())
+    for a, b in zip(found, wanted, strict=True):
+        assert (a.double() - b).abs().max() <= 2e-2 * b.abs().max()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            torch.autograd.grad(compiled(*args), args, g)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert "flash_fx_backward" in " ".join(e.key for e in profile.key_averages())
