@@ -77,7 +77,7 @@ class Reason(Enum):
     )
     COST = (
         "cost",
-        "the scores are smaller than the operands, whose head dimension is large: a fused kernel would be slower",
+        "a fused kernel would be slower, and the scores are small",
         "nothing: as it is it runs fastest",
     )
     DEVICE = ("device", "operands live on different devices", "move all operands to one device")

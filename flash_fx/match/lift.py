@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from .. import compat
-from ..limits import WIDE, max_head_dim
+from ..limits import FEW, WIDE, is_slow_for_few_queries, max_head_dim
 from ..reject import Reason, Reject
 from ..score.expr import Const, Expr, Load, Name, Op, Program, const, name, op, rebuild, substitute, walk, where
 from ..score.simplify import simplify
@@ -272,6 +272,7 @@ def _build(twin: Twin, shapes: Shapes, anchor: Node, product: Node, position: in
     dtype = _common_dtype([q_dtype, k_dtype, v_dtype], product)
     dims = {"B": batch, "H": heads, "HK": kv_heads, "M": sizes[M], "N": sizes[N], "D": sizes[D], "DV": dv}
     _check_devices([query.node, key.node, value.node, *nodes], product)
+    _check_few_queries(dims, dtype, product)
     labels = ("bh", "m", "d") if position == 0 else ("bh", "d", "m")
     return Site(
         anchor, product, query, key, value, captures, naming.sizes(), program, dims, dict(shapes.symbols), dtype, labels
@@ -698,6 +699,12 @@ def _common_dtype(dtypes: list[torch.dtype], node: Node) -> torch.dtype:
     if dtype not in DTYPES:
         raise Reject(Reason.DTYPE, node, str(dtype).removeprefix("torch."))
     return dtype
+
+
+def _check_few_queries(dims: dict[str, Expr], dtype: torch.dtype, product: Node) -> None:
+    few = isinstance(dims["M"], Const) and dims["M"].head <= FEW and ix.same(dims["H"], dims["HK"])
+    if few and is_slow_for_few_queries(dtype, product.meta["val"].device):
+        raise Reject(Reason.COST, product, f"{dims['M']} queries in float32 without tensor cores")
 
 
 def _check_devices(nodes: list[Node], node: Node) -> None:

@@ -10,6 +10,7 @@ import torch
 from expecttest import TestCase
 from zoo import BY_NAME, CASES, Case
 
+from flash_fx.match import lift
 from flash_fx.reject import Reason
 from flash_fx.report import Report
 from flash_fx.testing import capture_rewrites
@@ -32,6 +33,23 @@ def test_verdict(case: Case, dynamic: bool) -> None:
         wanted = case.dynamic_program if dynamic and case.dynamic_program else case.program
         assert tuple(s.program for s in report.sites) == wanted
     assert all(re.fullmatch(r".*zoo\.py:\d+", s.location) for s in report.sites)
+
+
+def test_few_queries_in_float32_are_left_where_that_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose units gain nothing by tiles of queries; shared keys are read once in a fused kernel."""
+    monkeypatch.setattr(lift, "is_slow_for_few_queries", lambda dtype, device: dtype is torch.float32)
+
+    def reasons(m: int, hk: int, dtype: torch.dtype = torch.float32) -> list[str | None]:
+        def attention(q, k, v):
+            k, v = (t.repeat_interleave(4 // hk, 1) for t in (k, v))
+            return (q @ k.mT * 0.25).softmax(-1) @ v
+
+        torch._dynamo.reset()
+        args = (torch.randn(2, h, length, 16, dtype=dtype) for h, length in ((4, m), (hk, 40), (hk, 40)))
+        return [s.reason for s in capture_rewrites(attention, *args)[2].sites]
+
+    assert reasons(1, 4) == reasons(16, 4) == ["cost"]
+    assert reasons(17, 4) == reasons(1, 2) == reasons(1, 4, torch.bfloat16) == [None]
 
 
 def test_every_fused_row_states_its_program() -> None:
