@@ -34,7 +34,7 @@ class Mutant:
 
 
 FORWARD, LIFT, PULL = "templates/forward.py.jinja", "flash_fx/match/lift.py", "flash_fx/match/pull.py"
-SOFTMAX, ADVERSARIAL = "flash_fx/match/softmax.py", ("tests/test_adversarial.py", "-k")
+SOFTMAX, ADVERSARIAL = "flash_fx/match/softmax", ("tests/test_adversarial.py", "-k")
 MUTANTS = [
     Mutant(
         "blocks that a mask cuts taken for full", "templates/block_kinds.py.jinja",
@@ -144,11 +144,11 @@ MUTANTS = [
         (*ZOO, "weights_detached and static"),
     ),
     Mutant(
-        "detached part of a softmax", SOFTMAX, 'table.name_of(node) in names and not node.meta.get("stop")',
+        "detached part of a softmax", f"{SOFTMAX}/looking.py", 'table.name_of(node) in names and not node.meta.get("stop")',
         "table.name_of(node) in names", (*ADVERSARIAL, "total_detached and static"),
     ),
     Mutant(
-        "rows of a quotient moved", SOFTMAX,
+        "rows of a quotient moved", f"{SOFTMAX}/divided.py",
         "return reached is not None and reached[:-1] == rows[:-1] and reached[-1] is key", "return reached is not None",
         (*ADVERSARIAL, "rows_moved and static"),
     ),
