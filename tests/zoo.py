@@ -269,7 +269,7 @@ def heads_summed_by_addbmm(q, k, v):
     return torch.addbmm(q.new_zeros(M, N), q, k.mT, alpha=0.25).softmax(-1) @ v
 
 
-@left(*qkv(), T((M, 1, 1)), reason="operand")
+@left(*qkv(), T((M, 1, 1)), reason="score-not-pointwise")
 def keys_scaled_by_query_in_the_batch(q, k, v, scale):
     keys = k.unsqueeze(2) * scale
     return (q.unsqueeze(3) @ keys.mT).squeeze(3).softmax(-1) @ v

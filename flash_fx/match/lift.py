@@ -639,7 +639,8 @@ def _operands_of(
     while True:
         positions = [indexer.renormalise(substitute(i, split)) for i in index]
         shape = list(puller.shapes.of(node))
-        reached = as_operand(node, *_without_ones(shape, positions), letters, sizes)
+        varies = any(n in (M, N) and n not in letters for i in positions for n in walk(i))  # keys by query, or queries by key
+        reached = None if varies else as_operand(node, *_without_ones(shape, positions), letters, sizes)
         if reached is not None:
             operand, heads = reached
             cost = indexer.hint(heads) * 100 + len(operand.steps) + (0 if node in puller.defined else 3)
@@ -651,6 +652,8 @@ def _operands_of(
         if step is None or node in puller.twin.stops:
             break
         node, index = step
+    if not found and varies:
+        raise Reject(Reason.SCORE, start[0], "the product is one of vectors that differ by both query and key")
     if not found:
         raise Reject(Reason.OPERAND, start[0], what)
     return sorted(found, key=lambda c: c.cost)
