@@ -287,6 +287,8 @@ def peers(row: Row, wanted: Sequence[str]) -> dict[str, Attention]:
         "flash_fx": torch.compile(row.legacy, backend=flash_fx), "torch.compile": torch.compile(row.legacy),
         **row.others, "eager": row.legacy,
     }  # fmt: skip
+    if "cudnn" in row.others:
+        every["flash_fx any order"] = torch.compile(row.legacy, backend=flash_fx.make_backend(deterministic=False))
     return {name: call for name, call in every.items() if not wanted or name in wanted}
 
 

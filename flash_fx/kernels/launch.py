@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import compat
 from ..layout import gradient_like
+from ..limits import float32_precision
 from ..scatter import sum_by_diagonal, sum_by_position
 from ..score.diagonal import affine, diagonal_offset
 from ..score.evaluate import Evaluator, fill_top
@@ -66,14 +67,9 @@ def make_spec(
         d=int(query.shape[-1]),
         dv=int(value.shape[-1]),
         num_sizes=num_sizes,
-        precision=(precision or _float32_precision()) if dtype == "float32" else None,
+        precision=(precision or float32_precision(query.device)) if dtype == "float32" else None,
         interpret=interpreting(),
     )
-
-
-def _float32_precision() -> str:
-    """ "ieee" unless the user allows reduced precision (torch.set_float32_matmul_precision)."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def forward(

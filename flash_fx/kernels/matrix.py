@@ -17,6 +17,7 @@ from .tiles import padded, shared_bytes, tile_for
 
 KIND = "backward_dq_matrix"
 MOST = 256  # channels of dQ that a program holds for each row, of all its batches
+MOST_OF_PARTS = 64  # the same where what it holds lies in shared memory twice
 ROWS = 64  # of a program, at least
 FEWEST = 128  # programs; with less a GPU is not busy
 
@@ -36,7 +37,7 @@ def matrix_beside_dq(
 
 
 def _fits(spec: KernelSpec, batches: int, shared_limit: int) -> bool:
-    if batches * padded(max(spec.d, spec.dv)) > MOST:
+    if batches * padded(max(spec.d, spec.dv)) > (MOST_OF_PARTS if spec.precision == "tf32x3" else MOST):
         return False
     tile = tile_for(KIND, spec, shared_limit, batches=batches)
     return shared_bytes(KIND, spec, tile, batches) <= shared_limit

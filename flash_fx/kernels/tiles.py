@@ -11,6 +11,7 @@ from .spec import KernelSpec
 
 HOPPER_SHARED = 227 * 1024
 HOPPER_MULTIPROCESSORS = 132
+_SMALL_CHANGE = 2048  # bytes: rows, barriers
 UNKNOWN = 1 << 30  # a length, under dynamic shapes
 _OVERRIDE: list[tuple[Tile, tuple[str, ...]]] = []
 
@@ -87,6 +88,17 @@ _TF32 = {
     "backward_capture": [(64, Tile(64, 64, 8, 1)), (128, Tile(32, 32, 4, 1)), (256, Tile(32, 32, 8, 1))],
     "delta": [(128, Tile(128, 64, 8, 2)), (256, Tile(32, 32, 4, 1))],
 }
+# float32 as three products of TF32, whose operands lie in shared memory twice
+_TF32X3 = {
+    "forward": [(64, Tile(128, 64, 8, 2)), (128, Tile(128, 64, 8, 1)), (256, Tile(32, 32, 4, 1))],
+    "decode": [(128, Tile(16, 64, 4, 2)), (256, Tile(16, 32, 4, 1))],
+    "backward_dkdv": [(64, Tile(64, 64, 4, 1)), (128, Tile(64, 32, 8, 1)), (256, Tile(32, 32, 4, 1))],
+    "backward_dq": [(64, Tile(128, 64, 8, 1)), (128, Tile(64, 32, 8, 1)), (256, Tile(32, 32, 4, 1))],
+    "backward_dq_matrix": [(64, Tile(64, 64, 4, 1)), (256, Tile(32, 32, 4, 1))],
+    "backward_capture": [(64, Tile(64, 64, 4, 1)), (128, Tile(128, 64, 8, 1)), (256, Tile(32, 32, 8, 1))],
+    "delta": [(64, Tile(128, 64, 8, 2)), (128, Tile(64, 64, 8, 1)), (256, Tile(32, 32, 4, 1))],
+}
+_FLOAT32 = {"ieee": _FULL, "tf32": _TF32, "tf32x3": _TF32X3}
 
 
 def tile_for(
@@ -113,8 +125,7 @@ def is_overridden() -> bool:
 
 def rows_of(kind: str, spec: KernelSpec) -> list[tuple[int, Tile]]:
     """The table's rows for a kernel: (greatest padded head dim, tile)."""
-    table = _HALF if spec.dtype != "float32" else _FULL if spec.precision == "ieee" else _TF32
-    return table[kind]
+    return (_HALF if spec.precision is None else _FLOAT32[spec.precision])[kind]
 
 
 def _short(kind: str, spec: KernelSpec, width: int, longest: int) -> Tile | None:
@@ -152,5 +163,7 @@ def shared_bytes(kind: str, spec: KernelSpec, tile: Tile, batches: int = 1) -> i
         stay, step = tile.block_n * both, tile.block_m * both
     else:
         stay, step = tile.block_m * (padded(spec.d) if kind == "forward" else both), tile.block_n * both
+    if spec.precision == "tf32x3":  # what stays is held as the two parts of which the products are made
+        return size * (2 * stay + tile.num_stages * step) + tile.num_stages * loads + _SMALL_CHANGE
     scores = score if size == 4 else 0  # 16-bit p and ds feed the next dot from registers
     return size * (stay + tile.num_stages * step + scores) + tile.num_stages * loads

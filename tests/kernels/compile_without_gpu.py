@@ -115,7 +115,9 @@ def main() -> None:
     answer = {}
     for name, template, program, captures, dtype, d, target in json.loads(sys.argv[1]):
         facts = tuple(CaptureFact(*c) for c in captures)
-        precision, sizes = "ieee" if dtype == "float32" else None, len(set(re.findall(r"\bs\d+\b", program)))
+        dtype, _, given = dtype.partition(" ")
+        precision = given or ("ieee" if dtype == "float32" else None)
+        sizes = len(set(re.findall(r"\bs\d+\b", program)))
         blocks = " blocks " in name
         spec = KernelSpec(program, facts, dtype, d, d, sizes, precision, blocks=blocks)
         try:

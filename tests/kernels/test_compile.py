@@ -63,6 +63,8 @@ for target in TARGETS:
 for kernel in ("forward", "backward_dkdv", "backward_dq"):
     JOBS[f"sm_90 alibi {kernel}"] = [kernel, ALIBI, [["float32", 1]], "bfloat16", 64, "sm_90"]
 JOBS["sm_90 float32 forward"] = ["forward", CAUSAL, [], "float32", 64, "sm_90"]
+for kernel in KERNELS:
+    JOBS[f"sm_90 three products {kernel}"] = [kernel, CAUSAL, [], "float32 tf32x3", 128, "sm_90"]
 JOBS["sm_90 column backward_capture"] = [
     "backward_capture",
     "score = score + c0[b, kv_idx]",

@@ -13,11 +13,13 @@ BIASED = "score = score * 0.125 + c0[h, q_idx, kv_idx]; drop = 0.1"
 
 @pytest.mark.parametrize("limit", [48 * 1024, 64 * 1024, 99 * 1024, HOPPER_SHARED])
 @pytest.mark.parametrize("d", [16, 64, 128, 160, 192, 256, 512])
-@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", None), ("float32", "ieee"), ("float32", "tf32")])
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("bfloat16", None), ("float32", "ieee"), ("float32", "tf32"), ("float32", "tf32x3")]
+)
 def test_every_kernel_fits_every_device(dtype: str, precision: str | None, d: int, limit: int) -> None:
     if d > 256 and dtype == "float32":
         pytest.skip("left alone")
-    if limit < 99 * 1024 and d > (128 if dtype == "float32" else 256):
+    if limit < 99 * 1024 and d > (64 if precision == "tf32x3" else 128 if precision else 256):
         pytest.skip("the smallest tile of tl.dot is larger; every NVIDIA GPU that Triton supports has 99 KB")
     for program, captures in (("score = score * 0.125", ()), (BIASED, (CaptureFact("float32", 3),))):
         spec = KernelSpec(program, captures, dtype, d, d, precision=precision)
