@@ -140,7 +140,8 @@ MUTANTS = [
         (*ZOO, "weights_returned and static"),
     ),
     Mutant(
-        "gradient stop ignored", PULL, "if self.gradients and node in self.twin.stops:", "if not node:",
+        "gradient stop ignored", PULL,
+        "            if self.gradients and node in self.twin.stops:\n", "            if not node:\n",
         (*ZOO, "weights_detached and static"),
     ),
     Mutant(
