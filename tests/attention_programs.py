@@ -25,7 +25,7 @@ LAYOUTS: dict[str, tuple[str, str, str]] = {  # letters of the arguments, einsum
     "mbhd": ("lbhd", "mbhd,nbhd->bhmn", "bhmn,nbhd->mbhd"),
     "bhdm": ("bhdl", "bhdm,bhdn->bhmn", "bhmn,bhdn->bhmd"),
 }
-PRODUCTS = ("einsum", "matmul", "bmm", "transposed")
+PRODUCTS = ("einsum", "matmul", "bmm", "transposed", "summed", "rows")
 
 
 def score_product(plan: Plan, q: Tensor, k: Tensor) -> Tensor:
@@ -37,6 +37,10 @@ def score_product(plan: Plan, q: Tensor, k: Tensor) -> Tensor:
         return torch.matmul(q, k.transpose(-1, -2))
     if plan.product == "transposed":
         return (k @ q.mT).mT
+    if plan.product == "summed":
+        return (q.unsqueeze(3) * k.unsqueeze(2)).sum(-1)
+    if plan.product == "rows":  # every query is a batch
+        return (q.unsqueeze(3) @ k.unsqueeze(2).mT).squeeze(3)
     folded = (t.reshape(-1, *t.shape[2:]) for t in (q, k))
     return torch.bmm(next(folded), next(folded).transpose(1, 2)).view(q.size(0), q.size(1), q.size(2), k.size(2))
 
@@ -50,6 +54,10 @@ def value_product(plan: Plan, w: Tensor, v: Tensor) -> Tensor:
         return torch.matmul(w, v).transpose(1, 2).reshape(w.size(0), w.size(2), -1)
     if plan.product == "transposed":
         return v.mT @ w.mT
+    if plan.product == "summed":
+        return (w.unsqueeze(-1) * v.unsqueeze(2)).sum(3)
+    if plan.product == "rows":
+        return (w.unsqueeze(3) @ v.unsqueeze(2)).squeeze(3)
     out = torch.bmm(w.reshape(-1, *w.shape[2:]), v.reshape(-1, *v.shape[2:]))
     return out.view(*w.shape[:3], -1)
 
@@ -84,6 +92,8 @@ SCORES: dict[str, tuple[str, Callable[[Tensor, Tensor, float], Tensor]]] = {  # 
     "temperature": ("h11", lambda s, c, f: s * c.exp() / 3),
     "softcap": ("", lambda s, _, f: torch.tanh(s / 2.0) * 2.0),
     "clamp": ("", lambda s, _, f: s.clamp(-1.5, 1.5)),
+    "logsigmoid": ("", lambda s, _, f: F.logsigmoid(s)),
+    "without_nan": ("", lambda s, _, f: s.nan_to_num(neginf=-2.0)),
     "bias": ("hmn", lambda s, c, f: s + c),
     "bias_b1mn": ("b1mn", lambda s, c, f: s + c),
     "key_bias": ("b11n", lambda s, c, f: s - c),
@@ -95,6 +105,7 @@ SCORES: dict[str, tuple[str, Callable[[Tensor, Tensor, float], Tensor]]] = {  # 
     "padding": ("b11n", lambda s, c, f: s.masked_fill(c < -0.5, f)),
     "extended": ("b11n", lambda s, c, f: s + (1.0 - (c > -0.5).to(s.dtype)) * f),
     "written": ("b11n", written),
+    "first_key": ("", lambda s, _, f: s.index_fill(-1, torch.tensor([0]), f)),
     "float": ("", lambda s, _, f: s.float().to(s.dtype) if s.dtype is not torch.float64 else s),
 }
 
@@ -104,6 +115,23 @@ SCORES: dict[str, tuple[str, Callable[[Tensor, Tensor, float], Tensor]]] = {  # 
 def by_hand(s: Tensor) -> Tensor:
     e = torch.exp(s - s.amax(-1, keepdim=True))
     return e / e.sum(-1, keepdim=True)
+
+
+def put_back(s: Tensor) -> Tensor:
+    e = torch.exp(s - s.max(-1).values.unsqueeze(-1))
+    inverse = 1 / e.sum(-1)
+    return e * inverse[..., None]
+
+
+def log_put_back(s: Tensor) -> Tensor:
+    greatest = s.amax(-1)
+    total = greatest + (s - greatest[..., None]).exp().sum(-1).log()
+    return (s - total[..., None]).exp()
+
+
+def lost_epsilon(s: Tensor) -> Tensor:
+    e = torch.exp(s - s.amax(-1, keepdim=True))
+    return e / (e.sum(-1, keepdim=True) + 1e-16)
 
 
 def plus_one(s: Tensor) -> Tensor:
@@ -120,6 +148,9 @@ SOFTMAXES: dict[str, Callable[[Tensor], Tensor]] = {
     "functional": lambda s: F.softmax(s, dim=3),
     "module": lambda s: torch.nn.Softmax(dim=-1)(s),
     "hand": by_hand,
+    "put_back": put_back,
+    "log_put_back": log_put_back,
+    "lost_epsilon": lost_epsilon,
     "unshifted": lambda s: s.exp() / s.exp().sum(-1, True),
     "log": lambda s: F.log_softmax(s, -1).exp(),
     "logsumexp": lambda s: torch.exp(s - torch.logsumexp(s, -1, keepdim=True)),
@@ -152,6 +183,7 @@ TWISTS: dict[str, Callable[[Tensor], Tensor]] = {
     "top": lambda s: s.masked_fill(s < s.topk(2, -1).values[..., -1:], -math.inf).softmax(-1),
     "row_mean": lambda s: (s - s.mean(-2, keepdim=True)).softmax(-1),
     "epsilon": lambda s: (lambda e: e / (e.sum(-1, keepdim=True) + 0.1))((s - s.amax(-1, keepdim=True)).exp()),
+    "hand_of_other_axis": lambda s: s.exp() * (1 / s.exp().sum(-2)).unsqueeze(-2),
     "squared": lambda s: s.softmax(-1).square(),
     "flipped": lambda s: s.softmax(-1).flip(-1),
     "sink_first": lambda s: torch.cat([s[..., :1] * 0, s], -1).softmax(-1)[..., :-1],
