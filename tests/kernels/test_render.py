@@ -29,10 +29,12 @@ FILLED = replace(
 
 
 def _render_all(spec: KernelSpec) -> dict[str, str]:
-    left_out = {"backward_capture"} if spec.parsed.keep is not None else {"backward_capture", "block_kinds"}
+    left_out = {"backward_capture", "backward_dq_matrix"} | ({"block_kinds"} if spec.parsed.keep is None else set())
     texts = {t: render(t, spec) for t in CONTEXTS if t not in left_out}
     for i, gradient in enumerate(gradients_of(spec.parsed, 0) if spec.captures else []):
         texts[f"backward_capture {i}"] = render("backward_capture", spec, gradient)
+        if gradient.mode == "tile":
+            texts[f"backward_dq_matrix {i}"] = render("backward_dq_matrix", spec, gradient, 2)
     return texts
 
 
